@@ -22,6 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
             "on_preemption": True,  # on SIGTERM, or on SIGUSR1 from a scheduler
             "check_replicas": 20,  # compares the replicas of each shard at every 20th save
             "may_differ": None,  # globs over leaves whose replicas differ on purpose
+            "max_write_bytes_per_s": None,  # such as "100MB", to leave training some network
             "continuous": None,  # starts each save when the previous one has ended
         },
         # Rules add up here too; the newest step and pinned steps always stay.
@@ -51,7 +52,6 @@ def get_config() -> ml_collections.ConfigDict:
             "save": {"every_steps": None},  # steps that are saved only there, besides
             "keep": {"last": 2},  # and how many stay there
             "durable_timeout_s": 600.0,  # how long the bucket may be away
-            "max_upload_bytes_per_s": None,  # such as "100MB", to leave others some of the network
         },
     )
     return config

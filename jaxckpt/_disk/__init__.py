@@ -5,6 +5,7 @@ commit       the two ways to commit and to delete, and recovery after a crash
 writer       one process's share of the arrays
 data_files   its files, written in one pass; TensorStore compresses
 checksums    the checksums of all chunks, in one file
+pace         a limit to the bytes written in a second
 places       the tables of what each process wrote, united into the one database
 read_back    files that steps share, read back and mended
 find         what a path means, and the opening of its items

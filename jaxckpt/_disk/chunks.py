@@ -94,11 +94,11 @@ def _layout(
     if stored is None or stored.zstd is not None:  # no array: a tensor of safetensors
         return layout, sum(sizes), False
     if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
-        layout = replace(layout, parts=tuple(_parts(layout, stored)))
+        layout = replace(layout, parts=tuple(units_read(layout, stored)))
     return layout, sum(sizes), True
 
 
-def _parts(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
+def units_read(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
     counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
     grid, itemsize = grid_of(stored), dtype_of(stored.dtype).itemsize
     for plan in plan_chunks(stored.unit_shape, layout.boxes):
@@ -280,7 +280,7 @@ class Chunks:
             self._check_described(leaf, prefix + ZARR3)
         sums = None if self._sums is None else self._sums[prefix]
         inner: dict[str, list[Place]] = {}
-        for part in _parts(layout, stored) if layout.parts is None else layout.parts:
+        for part in units_read(layout, stored) if layout.parts is None else layout.parts:
             key = prefix + part.suffix
             place: Place | bytes | None = places.get(key)
             if place is None:

@@ -33,7 +33,7 @@ _OPEN_AHEAD: Final = 64
 # The share of the budget for one leaf's reads in flight, beside its buffers.
 _WINDOW: Final = 0.25
 # Small leaves are read together up to these limits.
-_BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 16 << 20
 _BATCH_LEAVES: Final = 1024
 # The whole database is listed if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
@@ -154,7 +154,7 @@ def _batches(
         sums = None if places is None else item.read_sums()
         ahead: deque[_Batch] = deque()
         may_group = places is not None or item.tensors is not None
-        for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), may_group):
+        for group in grouped_reads(reads, min(BATCH_BYTES, window_bytes), may_group):
             if item.tensors is not None:
                 ahead.append(Tensors(item, group, executor))
             elif places is not None and group[0].is_plain:
@@ -169,7 +169,7 @@ def _batches(
         raise blame(item, None, error) from error
 
 
-def _grouped(
+def grouped_reads(
     reads: Sequence[LeafRead], most_bytes: int, may_group: bool
 ) -> Iterator[list[LeafRead]]:
     group: list[LeafRead] = []

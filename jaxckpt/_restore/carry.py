@@ -169,12 +169,19 @@ class Pack:
 
 
 def carriers_of(
-    item: Item, plans: Sequence[LeafPlan], processes: Processes, most_bytes: int
+    item: Item,
+    plans: Sequence[LeafPlan],
+    processes: Processes,
+    most_bytes: int,
+    boxes_of: Callable[..., tuple[Box, ...]] = boxes_here,
+    devices: Sequence[Any] = (),
 ) -> list[Spread | Pack]:
     """Returns what carries the leaves that a job would read more than once, alike in all processes.
 
     Args:
         most_bytes: For one pack, unless it has a single leaf.
+        boxes_of: Returns the distinct shards of this process, given a sharding and a shape.
+        devices: Of the job; if empty, all that jax has.
     """
     carriers: list[Spread | Pack] = []
     packed: list[tuple[LeafPlan, float]] = []
@@ -190,8 +197,9 @@ def carriers_of(
         if (is_small and may_pack) or not _can_spread(plan):
             packed += [(plan, direct_bytes)] * may_pack
         elif way.found.once < way.found.direct:
-            carriers.append(_spread(plan, way, size, direct_bytes))
-    if packed and (mesh := _one_each(processes)):
+            boxes = boxes_of(way.given, plan.saved.shape)
+            carriers.append(_spread(plan, way, boxes, size, direct_bytes))
+    if packed and (mesh := _one_each(processes, devices or jax.devices())):
         sizes = [size_of(plan.saved) for plan, _ in packed]
         for i, some in enumerate(grouped(packed, sizes, most_bytes)):
             plans, direct = zip(*some, strict=True)
@@ -203,10 +211,10 @@ def carriers_of(
     return carriers
 
 
-def _one_each(processes: Processes) -> Mesh | None:
+def _one_each(processes: Processes, devices: Sequence[Any]) -> Mesh | None:
     """Returns a mesh of one device of each process, or None if a process lacks one."""
     first: dict[int, Any] = {}
-    for device in jax.devices():
+    for device in devices:
         first.setdefault(processes.process_of(device), device)
     if len(first) < processes.count:
         return None
@@ -281,8 +289,10 @@ def _can_spread(plan: LeafPlan) -> bool:
     return dtype.name not in _ODD and target.memory_kind in (None, default)
 
 
-def _spread(plan: LeafPlan, way: _Way, size_bytes: int, direct_bytes: float) -> Spread:
-    dtype, boxes = _dtype(plan), boxes_here(way.given, plan.saved.shape)
+def _spread(
+    plan: LeafPlan, way: _Way, boxes: tuple[Box, ...], size_bytes: int, direct_bytes: float
+) -> Spread:
+    dtype = _dtype(plan)
     is_float = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.finfo(dtype).bits >= 8
     # As integers all the way: XLA may compute with floats, which changes NaNs.
     bits = np.dtype(f"uint{8 * dtype.itemsize}") if is_float else None

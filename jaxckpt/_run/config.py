@@ -31,6 +31,7 @@ _HABITS: Final = {
     "read_only": "mode='r'",
     "local_save": "local=LocalTier(..., save=...)",
     "local_keep": "local=LocalTier(..., keep=...)",
+    "max_upload_bytes_per_s": "save=SavePolicy(max_write_bytes_per_s=...)",
 }
 
 
@@ -40,11 +41,11 @@ class LocalTier:
 
     Attributes:
         directory: Its path, such as on an NVMe or RAM disk.
-        save: Decides which steps are saved only here, besides those for the run's directory.
+        save: Decides which steps are saved only here, besides those for the run's directory. Its
+            `max_write_bytes_per_s` does not count: nothing limits writes to this disk.
         keep: Decides which steps stay here, besides those that wait to be uploaded.
         durable_timeout_s: How long the run's directory may be away before an upload is given up,
             and how long closing waits for uploads.
-        max_upload_bytes_per_s: Limits the rate of each process's uploads. If None, no limit.
 
     Example:
         >>> LocalTier("/mnt/nvme/run", save=SavePolicy(every_steps=10)).keep.last
@@ -56,14 +57,12 @@ class LocalTier:
     save: SavePolicy | None = None
     keep: KeepPolicy = KeepPolicy(last=2)  # noqa: RUF009  # frozen
     durable_timeout_s: float = 600.0
-    max_upload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_type(_LOCAL, "directory", self.directory, str | os.PathLike, "a path")
         check_type(_LOCAL, "save", self.save, SavePolicy | None, _KINDS["save"][1])
         check_type(_LOCAL, "keep", self.keep, *_KINDS["keep"])
-        for name in ("durable_timeout_s", "max_upload_bytes_per_s"):
-            check_positive(_LOCAL, **{name: getattr(self, name)})
+        check_positive(_LOCAL, durable_timeout_s=self.durable_timeout_s)
 
 
 LocalTier.__init__ = explained(_LOCAL)(LocalTier.__init__)

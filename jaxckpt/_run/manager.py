@@ -179,8 +179,9 @@ class CheckpointManager:
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
         self._tiers, self._roots = None, (self._directory,)
         if near is not None:
+            limits: Any = {"max_bytes_per_s": save.max_write_bytes_per_s, "timeout_s": timeout_s}
             self._tiers = Tiers.at(
-                near, self._directory, at, self._processes, writes=writes, timeout_s=timeout_s
+                near, self._directory, at, self._processes, writes=writes, **limits
             )
             self._roots = (self._tiers.local, self._directory)
         options = SaveOptions(

@@ -16,6 +16,7 @@ from typing import Any, Final, final
 from jaxckpt._core import fingerprint
 from jaxckpt._core.check import calling
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.due import DueSteps
@@ -123,6 +124,8 @@ class Saver:
         self.preemption = Preemption(processes, listens=listens, notice=options.notice)
         self._closing.callback(self.preemption.close)
         self._numbers = itertools.count()
+        rate = policy.max_write_bytes_per_s
+        self._pace = int if rate is None else Pace(rate).wait  # of saves to the directory
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
         self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
@@ -248,6 +251,7 @@ class Saver:
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, step, taken, name)
         storage, path = root.index.storage, root.index.path(step)
+        is_last = decision.reason == _PREEMPTION  # so that nothing trains beside it
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
         if problem is None and not self.incremental.link(taken, root, work):
@@ -266,6 +270,7 @@ class Saver:
             token=token,
             fence=partial(root.owner.fence, None if root.own else step),
             own=root.own,
+            pace=self._pace if root is self._roots[-1] and not is_last else int,
             overwrite=root.own or step in root.index.astray,  # of an earlier life
             life=self.position.life(name),
             replicas=replicas,
@@ -277,7 +282,7 @@ class Saver:
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         saving = SavingStep(handle=handle, root=root, upload=upload, trees=trees, metrics=numbers)
         handle.begin(partial(self._finish_step, saving))
-        if decision.reason == _PREEMPTION:
+        if is_last:
             self._for_preemption = handle
             self._explain_what_fits(step, handle.job.size_bytes)
         if problem is not None:

@@ -54,6 +54,9 @@ class SavePolicy:
             processes. If they differ, a device computes wrongly: the step is marked, see
             `docs/runs.md`. 0 for never. Not a rule either.
         may_differ: Globs over the paths of leaves whose replicas differ on purpose.
+        max_write_bytes_per_s: Limits the rate at which each process writes to the run's directory,
+            in saves and in uploads from a local tier, to leave training some of the network. Saves
+            for preemption are not limited. If None, no limit. Not a rule either.
 
     Example:
         >>> policy = SavePolicy(every_steps=100, at_steps=(1, 10))
@@ -71,11 +74,13 @@ class SavePolicy:
     job_mtbf_s: float | None = None
     check_replicas: int = 20
     may_differ: Globs = None
+    max_write_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_count(_SAVE, least=0, every_steps=self.every_steps)
         check_positive(_SAVE, or_zero=True, every_seconds=self.every_seconds)
         check_positive(_SAVE, job_mtbf_s=self.job_mtbf_s)
+        check_positive(_SAVE, max_write_bytes_per_s=self.max_write_bytes_per_s)
         check_flag(
             _SAVE, first=self.first, on_preemption=self.on_preemption, continuous=self.continuous
         )

@@ -45,6 +45,7 @@ class Tiers:
         processes: Processes,
         *,
         writes: bool,
+        max_bytes_per_s: float | None,
         timeout_s: float,
     ) -> Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
@@ -57,8 +58,8 @@ class Tiers:
         local.index.astray.update(settled.astray)
         for problem in settled.problems:
             local.index.report(problem)
-        rate, limit_s = tier.max_upload_bytes_per_s, tier.durable_timeout_s
-        uploader = Uploader((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
+        limits: Any = {"max_bytes_per_s": max_bytes_per_s, "timeout_s": tier.durable_timeout_s}
+        uploader = Uploader((local, directory), processes, **limits)
         return cls(save=tier.save, uploader=uploader, settled=settled, timeout_s=timeout_s)
 
     @property

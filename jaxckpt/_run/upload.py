@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +29,7 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
@@ -38,7 +37,6 @@ from jaxckpt._run.shares import part_of
 from jaxckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
-    SaveFailed,
     StepExists,
     UnsupportedFormat,
 )
@@ -213,34 +211,6 @@ def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
     """Copies the metadata of a run, unless the target has some."""
     if (metadata := run_metadata(source)) and not run_metadata(target):
         write_run_metadata(target, metadata)
-
-
-class GaveWay(SaveFailed):
-    """The upload of a step ended early, since another step's upload is more urgent."""
-
-
-@dataclass(slots=True)
-class Pace:
-    """Limits the bytes that are sent in a second; may be shared by threads."""
-
-    max_bytes_per_s: float | None = None
-    ends: threading.Event = field(default_factory=threading.Event)  # whether to send no more
-    _due_s: float = 0.0  # when the next piece may be sent
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def wait(self, size: int) -> None:
-        """Waits until a piece may be sent; raises `GaveWay` if none may any more."""
-        start_s = time.monotonic()
-        if self.max_bytes_per_s is not None:
-            with self._lock:
-                start_s = max(self._due_s, start_s)
-                self._due_s = start_s + size / self.max_bytes_per_s
-        self.rest(start_s - time.monotonic())
-
-    def rest(self, seconds: float) -> None:
-        """Waits; raises `GaveWay` if nothing more may be sent."""
-        if self.ends.wait(max(0.0, seconds)):
-            raise GaveWay("the upload gives way to that of a newer step; it goes on later")
 
 
 @dataclass(slots=True)

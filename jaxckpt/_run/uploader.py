@@ -24,12 +24,13 @@ from typing import Final, final
 
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
+from jaxckpt._disk.pace import GaveWay, Pace
 from jaxckpt._disk.transaction import has_begun
 from jaxckpt._run.copies import over_bound
 from jaxckpt._run.index import newest_saved
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import refuse
-from jaxckpt._run.upload import GaveWay, Pace, upload, upload_token
+from jaxckpt._run.upload import upload, upload_token
 from jaxckpt._save import worker
 from jaxckpt._save.worker import Failure, hear
 from jaxckpt.errors import (

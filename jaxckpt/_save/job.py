@@ -72,6 +72,7 @@ class SaveRequest:
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     overwrite: Overwrite = False
     own: bool = False  # whether each process saves what it holds on a disk of its own
+    pace: Callable[[int], object] = int  # waits until so many bytes may be written
     life: Callable[[], Life | None] = lambda: None  # of the run; called once all have written
     replicas: Replicas | None = None  # whose differences mark a step of a run
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
@@ -146,7 +147,7 @@ class SaveJob:
                         fence=request.fence,
                     )
                     led.value = self._work_of(self._transaction.token)
-            work = Work(*led.value, own=request.own, landed=self._meter.landed)
+            work = Work(*led.value, own=request.own, landed=self._landed)
             self._write(work)
             with self._meter.phase("meet"):
                 if self.is_cancelled and self._problem is None:
@@ -234,6 +235,10 @@ class SaveJob:
                             self._leave_part(item, work)
             except Exception as error:  # reported at `written`, then raised
                 self._problem = error
+
+    def _landed(self, size_bytes: int) -> None:
+        self.request.pace(size_bytes)
+        self._meter.landed(size_bytes)
 
     def _leave_part(self, item: SaveItem, work: Work) -> None:
         """Writes a file with the facts about this process's share, for process 0."""

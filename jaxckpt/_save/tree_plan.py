@@ -256,7 +256,7 @@ def _cast_leaf(leaf: Leaf, dtype: str) -> Leaf:
 
 
 def _spec(value: Array, processes: Processes, dtype: np.dtype[Any]) -> ArraySpec:
-    name, itemsize = _stored_dtype(dtype)
+    name, itemsize = stored_dtype(dtype)
     placement = None
     if isinstance(value, jax.Array) and not _is_host_local(value, processes):
         placement = placement_of(value.sharding, value.shape, processes.process_of)
@@ -264,7 +264,7 @@ def _spec(value: Array, processes: Processes, dtype: np.dtype[Any]) -> ArraySpec
 
 
 @cache
-def _stored_dtype(dtype: Any) -> tuple[str, int]:  # numpy's and jax's dtypes share no type
+def stored_dtype(dtype: Any) -> tuple[str, int]:  # numpy's and jax's dtypes share no type
     dtype = np.dtype(dtype)
     return "uint8" if dtype.name in arrays.AS_BYTES_DTYPES else dtype.name, dtype.itemsize
 

@@ -15,7 +15,8 @@
     _bucket_checks  those of buckets
     _folder_checks  those of local paths
 
-The folder `_migrate` has `migrate`: from Orbax to the drop-in.
+The folder `_migrate` has `migrate`: from Orbax to the drop-in. The folder `_plan` has `plan`: what
+saves and restores take on a cluster that is not there.
 
 Exit codes: 0 success; 1 damage or a difference was found, or something is left to do by hand; 2
 wrong usage, an error, or a question not answered with yes. Each command imports what it needs when

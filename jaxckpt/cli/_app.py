@@ -26,6 +26,7 @@ _STOPPED = 128 + 2  # SIGINT
 _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Show what there is, without changing anything": {"_look": "ls show du report"},
     "Check checkpoints, and places for them": {"_check": "verify diff scrub", "_doctor": "doctor"},
+    "Plan for a cluster": {"_plan.command": "plan"},
     "Copy checkpoints": {"_make": "convert cp export import fork upload"},
     "Mend, keep or delete steps": {"_make": "heal", "_keep": "pin unpin rm gc"},
     "Change programs from Orbax to jaxckpt.orbax": {"_migrate.command": "migrate"},

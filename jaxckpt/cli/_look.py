@@ -378,14 +378,15 @@ def _part_rows(part: Usage | Space) -> list[Row]:
     help="The page to write.",
 )
 @_options.local
+@click.option("--plan", type=_options.PATH, help="Draw this plan, of `jaxckpt plan --json`.")
 @_options.as_json
-def report(root: str, output: str, local: str | None, as_json: bool) -> None:
+def report(root: str, output: str, local: str | None, plan: str | None, as_json: bool) -> None:
     """Write an HTML page about a run: steps, metrics, times, newest tree."""
     from jaxckpt.cli._owned import existing_run
     from jaxckpt.pages.report import report as write_report
 
     existing_run(root)
-    write_report(root, output, local=local)
+    write_report(root, output, local=local, plan=plan)
     path = os.path.abspath(output)
     if as_json:
         _output.print_json({"path": path, "size_bytes": os.path.getsize(path)})

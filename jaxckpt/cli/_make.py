@@ -165,9 +165,10 @@ def upload(
     Of a run on several hosts, SRC is the share of a process. Run this on each host, on that of
     process 0 last: it commits the steps of which all parts are there.
     """
+    from jaxckpt._disk.pace import Pace
     from jaxckpt._run.index import StepIndex, existing_root
     from jaxckpt._run.local import check_same_run, join
-    from jaxckpt._run.upload import Pace, missing_steps
+    from jaxckpt._run.upload import missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate

@@ -26,6 +26,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.pages import _palette, _steps, _svg
 from jaxckpt.pages._html import STYLE, count, duration, escape, moment
+from jaxckpt.pages._plan import plan_html
 from jaxckpt.pages._svg import Bar
 from jaxckpt.pages.notebook import is_scalar, json_html, listing, tree_head, tree_html
 from jaxckpt.types import LeafStatistics
@@ -62,6 +63,7 @@ def report(
     *,
     keep: KeepPolicy | None = None,
     local: str | os.PathLike[str] | None = None,
+    plan: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a report about a run as one HTML page.
 
@@ -74,9 +76,10 @@ def report(
         keep: The policy that explains why steps are kept. If None, the policy recorded by the last
             job that wrote the run, without `when`.
         local: The run's local directory on this host, if it has one.
+        plan: A file with what `jaxckpt plan --json` printed, to draw its goodput.
 
     Raises:
-        CheckpointNotFound, NotADirectoryError, ValueError: `root` is not a run.
+        CheckpointNotFound, NotADirectoryError, ValueError: `root` is not a run, or `plan` no plan.
         IsADirectoryError, FileExistsError: `out` exists and is not a report.
         FileNotFoundError: the directory of `out` does not exist.
 
@@ -94,7 +97,8 @@ def report(
     run, tiers = overview(root), {}
     if local is not None:
         run, tiers = with_local(run, local)
-    page = _page(run, os.fspath(root), keep or run.keep, tiers, now_s=time.time())
+    planned = "" if plan is None else plan_html(plan)
+    page = _page(run, os.fspath(root), keep or run.keep, tiers, planned, now_s=time.time())
     _check_out(file)  # again, because making the page took a while
     part = f"{file}.part-{secrets.token_hex(4)}"
     try:
@@ -135,6 +139,7 @@ def _page(
     root: str,
     keep: KeepPolicy | None,
     tiers: Mapping[int, Sequence[str]] | None = None,
+    planned: str = "",
     *,
     now_s: float,
 ) -> str:
@@ -146,6 +151,7 @@ def _page(
         ("Steps", _steps.line(told) + _steps.table(told)),
         ("Metrics", _metrics(told, keep)),
         ("Time and size of each save" if has_times else "Size of each step", _costs(run.steps)),
+        ("Plan", planned),
         ("Contents of the newest step", tree),
         ("Problems", _problems(run.steps, broken)),
         ("Also in this directory", listing(list(run.strays), "entry")),

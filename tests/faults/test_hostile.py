@@ -124,6 +124,7 @@ _IMPORT = {
     "jaxckpt/orbax/v1/__init__.py": 1,
     "jaxckpt/cli/_app.py": 1,
     "jaxckpt/cli/_migrate/command.py": 2,
+    "jaxckpt/cli/_plan/tree.py": 1,  # what the user names on the command line
 }
 # They compile functions of their own: a method of jax, which takes no text.
 _COMPILE = {

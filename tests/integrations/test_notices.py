@@ -148,10 +148,10 @@ def test_an_older_upload_gives_way_if_the_last_one_fits(tmp_path, limits, caplog
         caplog.at_level(logging.INFO, "jaxckpt"),
         CheckpointManager(
             tmp_path / "run",
-            save=SavePolicy(every_steps=1),
+            # An upload of a step takes a second.
+            save=SavePolicy(every_steps=1, max_write_bytes_per_s=400_000),
             notice=lambda: left_s if noticed.is_set() else None,
-            # A step takes a second.
-            local=LocalTier(tmp_path / "local", max_upload_bytes_per_s=400_000),
+            local=LocalTier(tmp_path / "local"),
         ) as manager,
     ):
         manager.save(1, {"w": np.zeros(100_000, np.float32)}).durable()

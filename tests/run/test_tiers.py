@@ -789,8 +789,8 @@ def test_what_cannot_be_a_local_place_is_refused(tmp_path):
     for field, wrong in (("save", 3), ("keep", None), ("durable_timeout_s", "10")):
         with pytest.raises(TypeError, match=f"LocalTier: {field} must be"):
             LocalTier(tmp_path / "local", **{field: wrong})
-    with pytest.raises(ValueError, match="max_upload_bytes_per_s"):
-        LocalTier(tmp_path / "local", max_upload_bytes_per_s=0)
+    with pytest.raises(ValueError, match="durable_timeout_s"):
+        LocalTier(tmp_path / "local", durable_timeout_s=0)
     assert os.listdir(tmp_path) == []
 
 
@@ -800,7 +800,7 @@ def test_what_cannot_be_a_local_place_is_refused(tmp_path):
         ("local_save", "Pass local=LocalTier(..., save=...)."),
         ("local_keep", "Pass local=LocalTier(..., keep=...)."),
         ("durable_timeout_s", "Pass local=LocalTier(durable_timeout_s=...)."),
-        ("max_upload_bytes_per_s", "Pass local=LocalTier(max_upload_bytes_per_s=...)."),
+        ("max_upload_bytes_per_s", "Pass save=SavePolicy(max_write_bytes_per_s=...)."),
     ],
 )
 def test_an_option_of_the_local_place_is_a_field_of_it(tmp_path, name, hint):
@@ -829,10 +829,9 @@ def test_a_config_may_have_a_local_place(tmp_path):
             "directory": str(tmp_path / "local"),
             "save": {"every_steps": 1},
             "keep": {"last": 1},
-            "max_upload_bytes_per_s": "1GB",
             "durable_timeout_s": "15m",
         },
-        "save": {"every_steps": 2},
+        "save": {"every_steps": 2, "max_write_bytes_per_s": "1GB"},
     }
     with CheckpointManager.from_config(config) as manager:
         for step in (1, 2, 3):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt._disk.pace import GaveWay, Pace
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.upload import GaveWay, Pace, upload
+from jaxckpt._run.upload import upload
 from jaxckpt.format import names, ocdbt
 from jaxckpt.storage import locate
 from tests.commandline import said_json

@@ -1,0 +1,87 @@
+"""A limit to the rate at which a run writes leaves the network to training."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from jaxckpt import CheckpointManager, LocalTier, SavePolicy
+from jaxckpt._disk.pace import Pace
+from jaxckpt._run import preemption
+from tests.waiting import wait_until
+
+RATE = 1000.0
+STATE = {"w": np.zeros(1 << 20, np.float32)}
+SECONDS = STATE["w"].nbytes / RATE  # more than an hour
+
+
+class Waits:
+    """An event that notes for how long it is waited for, and does not wait."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def wait(self, seconds):
+        self.seconds.append(seconds)
+        return False
+
+
+def watched(pace):
+    pace.ends = Waits()
+    return pace
+
+
+def pace_of(manager):
+    return watched(manager._saver._pace.__self__)
+
+
+def test_a_save_to_the_directory_keeps_to_the_rate(tmp_path):
+    """Each piece waits until the pieces before it would have been sent."""
+    with CheckpointManager(tmp_path, save=SavePolicy(max_write_bytes_per_s=RATE)) as manager:
+        pace, start_s = pace_of(manager), time.monotonic()
+        manager.save(1, STATE).result()
+
+        assert pace._due_s >= start_s + SECONDS
+        assert max(pace.ends.seconds) > SECONDS / 2
+
+
+def test_a_save_for_preemption_takes_all_of_the_network(tmp_path, limits):
+    """Nothing trains beside it."""
+    limits(preemption, _POLL_S=0.01)
+    policy = SavePolicy(every_steps=100, max_write_bytes_per_s=RATE)
+    with CheckpointManager(tmp_path, save=policy, notice=lambda: 60.0) as manager:
+        pace = pace_of(manager)
+        wait_until(lambda: manager._saver.preemption.left_s is not None)
+        manager.save(1, STATE).result()
+
+        assert manager.decision.reason == "preemption"
+        assert pace.ends.seconds == []
+
+
+def test_a_save_to_a_local_disk_is_not_limited_but_its_upload_is(tmp_path):
+    """They have one limit: that of the manager's policy."""
+    policy = SavePolicy(every_steps=100, max_write_bytes_per_s=RATE)
+    local = LocalTier(tmp_path / "local", save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=policy, local=local) as manager:
+        pace = pace_of(manager)
+        manager.save(1, STATE).result()
+
+        assert pace.ends.seconds == []
+        assert manager._tiers.uploader._pace.max_bytes_per_s == RATE
+
+
+def test_without_a_limit_nothing_waits():
+    """As by default."""
+    pace = watched(Pace())
+    for _ in range(3):
+        pace.wait(1 << 30)
+
+    assert max(pace.ends.seconds) == 0.0
+
+
+def test_a_limit_is_positive():
+    """Without one, leave it out."""
+    with pytest.raises(ValueError, match="max_write_bytes_per_s"):
+        SavePolicy(max_write_bytes_per_s=0)
