@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple, final
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, StoreError
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
-from jaxckpt.storage import Entry, Storage, beside, listing, together
+from jaxckpt.storage import Entry, Hold, Storage, beside, listing, together
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -175,6 +175,7 @@ class RenameCommit:
         by_force: bool = True,
         check: Check = int,
         renamed: Check = int,
+        claim: Claim | None = None,
     ) -> None:
         check()
         # Rename even if another writer is about to delete it: that writer may undo its rename.
@@ -222,14 +223,21 @@ class MarkerCommit:
         Returns:
             The listing of the directory that the path is in; None if it does not exist.
         """
-        parent, name = posixpath.split(self.path)
-        around = listing(self.storage, parent)
+        name = posixpath.basename(self.path)
+        around = self._around(fence)
         if around is None or not any(names.may_be_left(entry, name) for entry in around):
             return around
         files = self._left()
         if files is not None and not (token is not None and all(token in file for file in files)):
             self._clear(files, token, fence)
-        return listing(self.storage, parent)
+        return self._around(fence)
+
+    def _around(self, fence: Fence) -> dict[str, Entry] | None:
+        parent, name = posixpath.split(self.path)
+        if fence is None or not self.storage.parallel_writes:
+            return listing(self.storage, parent)
+        # A run may have thousands of steps, and the rest of it does not matter here.
+        return {} if listing(self.storage, self.path) is None else {name: Entry("dir", 0)}
 
     def _clear(self, files: Sequence[str], token: str | None, fence: Fence) -> None:
         if fence is not None:
@@ -370,6 +378,7 @@ class MarkerCommit:
         by_force: bool = True,
         check: Check = int,
         renamed: Check = int,
+        claim: Claim | None = None,
     ) -> None:
         """Deletes the checkpoint; after a crash in the middle no reader takes the rest for one.
 
@@ -378,10 +387,15 @@ class MarkerCommit:
             by_force: Whether to delete even if another writer holds the directory that all share.
             check: Called before anything is deleted.
             renamed: Called after a rename, which is undone if it raises.
+            claim: Taken by the caller, together with a check. Its file stays.
 
         Raises:
             SaveFailed: another writer holds it.
         """
+        if claim is not None:
+            with claim.kept():
+                self._remove_files(files)
+            return
         with contextlib.ExitStack() as stack:
             take = partial(stack.enter_context, self._taken(by_force=by_force))
             try:
@@ -393,12 +407,15 @@ class MarkerCommit:
                 raise SaveFailed(
                     f"{self.path}: another writer is saving or deleting there; not changed"
                 )
-            self._delete([names.COMMIT_MARKER])
-            found = self.storage.files(self.path) if files is None else files
-            self._delete([f for f in found if f not in (names.COMMIT_MARKER, names.WRITER)])
+            self._remove_files(files)
             self._delete([names.WRITER])
             if not self.storage.parallel_writes:  # a mounted bucket has directories
                 self.storage.delete(self.path)
+
+    def _remove_files(self, files: Files) -> None:
+        self._delete([names.COMMIT_MARKER])
+        found = self.storage.files(self.path) if files is None else files
+        self._delete([f for f in found if f not in (names.COMMIT_MARKER, names.WRITER)])
 
     def remove_work(self) -> None:
         """Removes the temporary directory of another writer, who can then no longer commit."""
@@ -454,6 +471,56 @@ class MarkerCommit:
 
 
 Commit = RenameCommit | MarkerCommit
+
+
+@final
+class Claim:
+    """Claims a checkpoint in a store before it is certain that it is removed.
+
+    It creates the file of `MarkerCommit._taken` while others look at the checkpoint, and deletes it
+    in one request with what is deleted last.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.hold: Hold | None = None
+        self._storage, self._path, self._file = storage, path, f"{path}/{names.WRITER}"
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.hold is not None:
+            with contextlib.suppress(OSError):
+                self.end()
+
+    def is_of(self, path: str) -> bool:
+        """Returns whether it has claimed the checkpoint at a path."""
+        return self.hold is not None and path == self._path
+
+    def take(self) -> None:
+        """Creates the file unless another writer has it."""
+        if self._storage.parallel_writes:
+            mine = secrets.token_hex(8).encode()
+            self.hold = self._storage.hold(self._file, mine, new=True)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leaves the file there after an error: by it, the next writer recognizes the remains."""
+        hold, self.hold = self.hold, None
+        try:
+            yield
+        except BaseException:
+            if hold is not None:
+                hold.release()
+            raise
+        self.hold = hold
+
+    def end(self, *files: str) -> None:
+        """Deletes the file, and then others."""
+        mine, self.hold = [] if self.hold is None else [self._file], None
+        if mine and self._storage.scheme == "gs":  # which takes a request for each, in any order
+            self._storage.delete_files([mine.pop()])
+        self._storage.delete_files([*mine, *files])
 
 
 def commit_of(storage: Storage, path: str) -> Commit:

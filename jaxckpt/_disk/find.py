@@ -259,6 +259,18 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
         CheckpointNotFound: it is not committed.
         CorruptCheckpoint: a file in it is damaged.
     """
+    found = read_facts(storage, path, entries)
+    handled = {n: f"{path}/{n}" for n in found.metadata.handlers if n in entries}
+    items = _items(found, entries) or handled  # which only a program's own handlers read
+    if not items:
+        what = f"{path} is a checkpoint without items; it contains {', '.join(sorted(entries))}"
+        raise CorruptCheckpoint(what, file=path)
+    items.pop(found.deleting or "/", None)
+    return replace(found, items=items)
+
+
+def read_facts(storage: Storage, path: str, entries: Entries) -> Found:
+    """Does the same, but looks for no items."""
     found = Found(storage=storage, path=path, listings={path: entries})
     if names.WRITER in entries or names.RECORD in entries:
         found = _read_record(found, entries)
@@ -277,13 +289,7 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     if names.DELETION_RECORD in entries:
         file = f"{path}/{names.DELETION_RECORD}"
         deleting = step.decode_deletion(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
-    handled = {n: f"{path}/{n}" for n in metadata.handlers if n in entries}
-    items = _items(found, entries) or handled  # which only a program's own handlers read
-    if not items:
-        what = f"{path} is a checkpoint without items; it contains {', '.join(sorted(entries))}"
-        raise CorruptCheckpoint(what, file=path)
-    items.pop(deleting or "/", None)
-    return replace(found, items=items, metadata=metadata, deleting=deleting)
+    return replace(found, metadata=metadata, deleting=deleting)
 
 
 def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:

@@ -39,10 +39,10 @@ import io
 import os
 import posixpath
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from jaxckpt._core.text import size_text
 from jaxckpt._disk.commit import Commit, Fence, commit_of, read_small, warn
@@ -85,6 +85,7 @@ _ABOUT = (names.RECORD, names.CHECKPOINT_METADATA)
 _outside: set[str] = set()  # directories that are in no checkpoint
 
 
+T = TypeVar("T")
 Overwrite = bool | Literal["delete_first"]
 
 
@@ -345,18 +346,24 @@ def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None
         del around[posixpath.basename(path)]
 
 
-def refuse_inside(storage: Storage, folder: str) -> None:
-    """Raises StepExists if a directory is in a checkpoint, at any depth: it would go with it."""
+def refuse_inside(storage: Storage, folder: str, look: Callable[[], T] = lambda: None) -> T:
+    """Raises StepExists if a directory is in a checkpoint, at any depth: it would go with it.
+
+    Args:
+        look: Called at the same time. Its result is returned.
+    """
     above, parent = [], posixpath.dirname(real(storage, folder))
     while parent != posixpath.dirname(parent) and parent.startswith(store_of(folder)):
         above.append(parent)
         parent = posixpath.dirname(parent)
     pairs = [(parent, mark) for parent in above for mark in _ABOUT]
     asked = [partial(_is_there, storage, posixpath.join(*pair)) for pair in pairs]
-    for (parent, _), found in zip(pairs, together(storage, asked), strict=True):
-        if found:
+    *found, looked = together(storage, [*asked, look])
+    for (parent, _), is_there in zip(pairs, found, strict=True):
+        if is_there:
             raise _lies_in(folder, parent)
     _outside.add(folder)
+    return looked
 
 
 def _is_there(storage: Storage, file: str) -> bool:

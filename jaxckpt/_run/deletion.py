@@ -13,7 +13,8 @@ A writer that has lost the run deletes nothing, however long it stood still befo
 
 So either the writer sees the new owner, or the new owner counts these steps as gone. The writer
 reads the owner once more for each step: after the rename, which it undoes if it has lost the run
-and the new owner has dealt with `doomed`; or, without renames, before the first file goes. One
+and the new owner has dealt with `doomed`; or, without renames, before the first file goes. In a
+store, the first step is claimed in the same moment, and released when `doomed` is deleted. One
 danger remains, without renames: the old writer stands still between two requests of a deletion,
 while the new owner deletes that step and saves it again under the same number.
 """
@@ -25,13 +26,13 @@ import errno
 import io
 import posixpath
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, final
 
-from jaxckpt._disk.commit import Files, commit_of, nested, remove_item, take_away
+from jaxckpt._disk.commit import Claim, Files, commit_of, nested, remove_item, take_away
 from jaxckpt._disk.find import choose_item, find
 from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
@@ -83,18 +84,28 @@ class Deletion:
                 self._finish_deletions()
             if not wanted:
                 return []
-            looks = [index.entries, *(partial(self._files, name) for name in wanted)]
-            entries, *found = self._doom([*wanted, *self.half], looks)
-            leased = self.leases.leased(entries)
-            for name, files in zip(wanted, found, strict=True):
-                if name not in leased and self._delete_step(name, files, asked_for=asked_for):
-                    gone.append(wanted[name])
-                elif name in self.half:
-                    index.forget(wanted[name])
-            self.half = self._remove_halves(self.half)
-            if index.storage.atomic_rename:  # else each look is a request
-                self.owner.check()
-            self.leases.doom(self.half)
+            looks = [partial(self._files, name) for name in wanted]
+            with Claim(index.storage, f"{index.root}/{next(iter(wanted))}") as claim:
+                entries, _, *found = self._doom(
+                    [*wanted, *self.half], [index.entries, claim.take, *looks]
+                )
+                leased = self.leases.leased(entries)
+                counted = index.storage.atomic_rename or asked_for or index.are_there(entries)
+                if not counted:  # the policy counted on a step that is gone
+                    leased = {*wanted}
+                if any(map(names.is_lease, entries)):
+                    self.owner.check()  # reading them took time
+                for name, files in zip(wanted, found, strict=True):
+                    if name not in leased and self._delete_step(name, files, claim, asked_for):
+                        gone.append(wanted[name])
+                    elif name in self.half:
+                        index.forget(wanted[name])
+                self.half = self._remove_halves(self.half)
+                if index.storage.atomic_rename:  # else each look is a request
+                    self.owner.check()
+                if self.half:
+                    self.leases.doom(self.half)
+                claim.end(*([] if self.half else [self.leases.doomed_file]))
         for number in gone:
             index.forget(number)
         return gone
@@ -105,7 +116,7 @@ class Deletion:
             leased = self.leases.leased(self.index.entries())
             for name in steps:
                 if name not in leased:
-                    self._delete_step(name, asked_for=False)
+                    self._delete_step(name)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -121,7 +132,7 @@ class Deletion:
 
     def _doom(self, steps: list[str], looks: Iterable[Callable[[], Any]]) -> list[Any]:
         """Names the steps that go, unless another job owns the run; returns what is seen then."""
-        storage, file = self.index.storage, f"{self.index.root}/{names.DOOMED}"
+        storage, file = self.index.storage, self.leases.doomed_file
         doomed = Doomed(steps=steps, owner=self.owner.token, move_to=self.move_to)
         try:
             if not storage.create(file, run.encode_doomed(doomed)):
@@ -144,8 +155,8 @@ class Deletion:
         with contextlib.suppress(OSError):
             doomed = self.leases.doomed()
             if self.owner.token and doomed.owner == self.owner.token:
-                file = f"{self.index.root}/{names.DOOMED}"
-                self.index.storage.write(file, run.encode_doomed(replace(doomed, owner="")))
+                data = run.encode_doomed(replace(doomed, owner=""))
+                self.index.storage.write(self.leases.doomed_file, data)
 
     def _check_renamed(self, name: str) -> None:
         """Raises SaveFailed if the new owner of the run may have listed a step just renamed."""
@@ -208,11 +219,16 @@ class Deletion:
         with contextlib.suppress(OSError):  # which is raised when the step is deleted
             return self.index.storage.files(f"{self.index.root}/{name}")
 
-    def _delete_step(self, name: str, inside: Files = None, *, asked_for: bool) -> bool:
+    def _delete_step(
+        self, name: str, inside: Files = None, claim: Claim | None = None, asked_for: bool = False
+    ) -> bool:
         storage, path = self.index.storage, f"{self.index.root}/{name}"
+        claim = claim if claim is not None and claim.is_of(path) else None
         try:
             inside = storage.files(path) if inside is None else inside
-            if not inside and storage.kind(path) is None:  # somebody deleted it
+            if claim is not None:
+                inside = [file for file in inside if file != names.WRITER]
+            if not inside and (claim or storage.kind(path) is None):  # somebody deleted it
                 return True
             if names.PINNED in inside:
                 return False
@@ -226,7 +242,8 @@ class Deletion:
                 return False
             check, renamed = self.owner.check, partial(self._check_renamed, name)
             if self.folder is None:
-                commit_of(storage, path).remove(inside, check=check, renamed=renamed)
+                place = commit_of(storage, path)
+                place.remove(inside, check=check, renamed=renamed, claim=claim)
             else:
                 check()
                 storage.make_dir(self.folder)
@@ -281,20 +298,25 @@ class Deletion:
             raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
         return found
 
-    def unfinished(self) -> dict[int, list[str]]:
+    def unfinished(self, among: Collection[int] | None = None) -> dict[int, list[str]]:
         """Returns the files that crashes left in steps of a storage without renames, by step.
 
         A save under way looks the same.
+
+        Args:
+            among: The steps to look at; by default, all.
         """
         index, listing = self.index, self.index.listing()
-        numbers = listing.directories()
+        found = listing.directories().items()
+        numbers = {name: n for name, n in found if among is None or n in among}
         begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
         found = commit_of(index.storage, index.root).left_below(begun)
         return {numbers[name]: files for name, files in found.items() if files}
 
     def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
         """Removes the remains of crashes in these steps; returns steps without a live writer."""
-        found, index = self.unfinished(), self.index
+        index, numbers = self.index, [*numbers]
+        found = self.unfinished(numbers)
         self.owner.check()
         return [
             number
@@ -341,7 +363,7 @@ class Deletion:
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:
         """Shows the next owner that a step was being removed."""
-        doomed = f"{self.index.root}/{names.DOOMED}"
+        doomed = self.leases.doomed_file
         # Without an owner, since the next one must not delete a step whose copy is not whole.
         self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
         yield
@@ -360,8 +382,7 @@ class Deletion:
         self.index.storage.delete(f"{self.index.check_step(number)}/{names.PINNED}")
 
     def is_pinned(self, number: int) -> bool:
-        path = self.index.path(number)
-        return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
+        return self.index.has(number, names.PINNED)
 
 
 def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:

@@ -27,11 +27,10 @@ from typing import Any, Final, Literal, TypeVar
 
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import (
-    find,
     looks_committed,
     lost_record,
     neighbours,
-    read_found,
+    read_facts,
     read_record,
 )
 from jaxckpt._disk.found import Found, check_sizes
@@ -53,7 +52,7 @@ _logger = logging.getLogger("jaxckpt")
 
 T = TypeVar("T")
 U = TypeVar("U")
-_AT_ONCE: Final = 32  # of 1,000 steps, so many are looked at together
+_AT_ONCE: Final = 64  # of 1,000 steps, so many are looked at together
 # Meanwhile a writer may delete all steps in a listing, having committed newer steps.
 LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
@@ -140,6 +139,7 @@ class StepIndex:
     # The unfinished steps older than the newest step, when all were last listed.
     overtaken: Collection[int] = ()
     _committed: set[str] = field(default_factory=set)
+    _is_known: bool = False  # whether these are all steps, as only the owner adds steps
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _views: dict[str, Storage] = field(default_factory=dict)
@@ -172,10 +172,17 @@ class StepIndex:
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
-    def listing(self) -> Listing:
-        """Lists the root and finds its steps by their names."""
+    def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
+        """Lists the root and finds its steps by their names.
+
+        Args:
+            known: An earlier listing. The newest step in it is listed at the same time.
+        """
         self._views.clear()
-        entries = self.entries()
+        newest = sorted(filter(run.is_like_step, known or ()), key=run.number_of)[-1:]
+        entries, *_ = together(
+            self.storage, [self.entries, *(partial(self._view, name) for name in newest)]
+        )
         naming = self.naming or self._guess(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
@@ -188,7 +195,8 @@ class StepIndex:
         Raises:
             ValueError: there are steps of several naming schemes, and none has plain names.
         """
-        self._guess(entries, is_writer=True)
+        if run.shows_several(entries):
+            self._guess(entries, is_writer=True)
 
     def _guess(self, entries: Mapping[str, Entry], *, is_writer: bool = False) -> StepNames:
         directories = [name for name, entry in entries.items() if entry.kind == "dir"]
@@ -299,6 +307,22 @@ class StepIndex:
                 return found
         return []
 
+    def own_steps(self) -> list[int]:
+        """Returns the committed steps; in a store without a request, once the owner knows them."""
+        if self.storage.atomic_rename or not self._is_known:
+            steps = self.steps()
+            self._is_known = self.owned
+            return steps
+        numbered = map((self.naming or StepNames()).step, self._committed)
+        return sorted(n for n in numbered if n is not None and n not in self.astray)
+
+    def are_there(self, entries: Collection[str]) -> bool:
+        """Returns whether nobody else deleted a step; if so, the steps are listed again."""
+        gone = self._committed.difference(entries)
+        self._committed -= gone
+        self._is_known = self._is_known and not gone
+        return not gone
+
     def unfinished(self, listing: Listing) -> list[str]:
         """Returns the directories of unfinished steps newer than the newest committed step.
 
@@ -356,11 +380,10 @@ class StepIndex:
             return True
         return self.state(self.listing(), number) == "committed"
 
-    def has_writer(self, number: int) -> bool:
-        """Returns whether the writer's file is in a step, by its latest listing."""
+    def has(self, number: int, file: str) -> bool:
+        """Returns whether a file is in a step, in a store by its latest listing."""
         path = self.path(number)
-        view = self._view(posixpath.basename(path))
-        return view.kind(f"{path}/{names.WRITER}") is not None
+        return self._view(posixpath.basename(path)).kind(f"{path}/{file}") is not None
 
     def check_step(self, number: int) -> str:
         """Returns the directory of a committed step.
@@ -426,13 +449,6 @@ class StepIndex:
             self.report(found.was_removed(item))
         check_sizes(found)
 
-    def find_whole(self, number: int) -> Found:
-        """Finds a complete step; raises the errors of `check_there` and `check_found`."""
-        self.check_there(number)
-        found = find(self.storage, self.path(number))
-        self.check_found(number, found)
-        return found
-
     def is_whole(self, number: int) -> bool:
         """Returns whether a step is complete; reports a damaged step once."""
         name = posixpath.basename(self.path(number))
@@ -460,7 +476,8 @@ class StepIndex:
         self.unknown.discard(number)
         try:
             path = self.path(number)
-            found = read_found(self.storage, path, self.storage.entries(path))
+            view = self._view(posixpath.basename(path))
+            found = read_facts(view, path, view.entries(path))
             when_s = saved_s(found) or when_s
             metrics = metrics_of(found)
             differences = found.differences

@@ -30,6 +30,7 @@ class Leases:
 
     def __init__(self, index: StepIndex) -> None:
         self.index = index
+        self.doomed_file = f"{index.root}/{names.DOOMED}"
         self._leased: list[str] = []  # steps leased by this reader
 
     def leased(self, entries: Iterable[str]) -> set[str]:
@@ -92,15 +93,15 @@ class Leases:
 
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""
-        file = f"{self.index.root}/{names.DOOMED}"
         if steps:
-            self.index.storage.write(file, run.encode_doomed(Doomed(steps=list(steps))))
+            data = run.encode_doomed(Doomed(steps=list(steps)))
+            self.index.storage.write(self.doomed_file, data)
         else:
-            self.index.storage.delete_files([file])
+            self.index.storage.delete_files([self.doomed_file])
 
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""
-        file = f"{self.index.root}/{names.DOOMED}"
+        file = self.doomed_file
         try:
             data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
             return run.decode_doomed(data, file=file)

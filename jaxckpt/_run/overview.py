@@ -31,7 +31,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.run import guess_names
-from jaxckpt.storage import Storage, is_temporary_file, listed, locate, now
+from jaxckpt.storage import Storage, ahead, files_in, listed, locate, now
 from jaxckpt.types import StepInfo
 
 _FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE})
@@ -154,7 +154,14 @@ def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
     number = listing.directories().get(name)
     if number is None or index.state(listing, number) is None:
         return None
-    return look(index, listing, name, number)
+    return look_ahead(index, listing, number)
+
+
+def look_ahead(index: StepIndex, listing: Listing, number: int) -> StepOverview | None:
+    """Describes one step, in a store with one listing; None if it no longer exists."""
+    name = listing.steps[number]
+    view = ahead(index.storage, f"{index.root}/{name}")
+    return look(StepIndex(view, index.root, index.naming, quiet=True), listing, name, number)
 
 
 def policy_of(index: StepIndex) -> KeepPolicy | None:
@@ -210,27 +217,25 @@ def _size(storage: Storage, path: str, listing: Listing) -> dict[str, Any]:
     entry = listing.entries[posixpath.basename(path)]
     if entry.kind == "file":
         return {"size_bytes": entry.size, "files": 1}
-    files: dict[str, int] = {}
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        for name, inside in storage.entries(f"{path}/{folder}".rstrip("/")).items():
-            if inside.kind == "dir":
-                folders.append(f"{folder}{name}/")
-            elif not is_temporary_file(name):
-                files[f"{folder}{name}"] = inside.size
+    files = files_in(storage.entries, path)
     pinned = names.PINNED in files
-    return {"size_bytes": sum(files.values()), "files": len(files), "pinned": pinned}
+    size_bytes = sum(file.size for file in files.values())
+    return {"size_bytes": size_bytes, "files": len(files), "pinned": pinned}
 
 
 def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
     path = f"{index.root}/{name}"
     if listing.entries[name].kind == "file":
         return find(index.storage, path)
-    if index.state(listing, number) is None:
+    state = index.state(listing, number)
+    if state is None:
         inside = shown([*index.storage.entries(path)])
         raise CheckpointNotFound(f"{path} is not a committed step; it contains {inside}")
-    return index.find_whole(number)
+    if state != "committed":
+        index.check_there(number)
+    found = find(index.storage, path)
+    index.check_found(number, found)
+    return found
 
 
 def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
 from jaxckpt.multihost import Processes, leading
-from jaxckpt.storage import Hold, is_temporary_file
+from jaxckpt.storage import Entry, Hold, is_temporary_file, together
 
 FORKED: Final = (
     "this process was forked from the one that saves. Save and wait there, or start this one with "
@@ -104,17 +104,18 @@ class Ownership:
         storage, root = self._index.storage, self._index.root
         self._closed, self.token, self._spared = False, "", spared
         try:
-            entries = check_root(storage, root)
-            refuse_inside(storage, root)
+            entries = refuse_inside(storage, root, partial(check_root, storage, root))
             if entries is None:
                 storage.make_dir(root)
             elif self._index.naming is None:
                 self._index.learn_naming(entries)  # may raise, so before anything is written
-            if run is not None:
-                self.run = check_id(self._index, entries, run)
-            self._hold = self._lock()
+            identify = partial(self._identify, entries, run)
+            look = (
+                partial(read_owner, self._index) if names.OWNER in (entries or ()) else lambda: None
+            )
+            *_, before = together(storage, [identify, self._lock, look])
             if self._hold is not None:
-                return self.take_over()
+                return self.take_over(before, entries)
         except IsADirectoryError as error:
             raise IsADirectoryError(
                 f"{error.filename} is a directory, but jaxckpt needs the name for a file; remove "
@@ -133,11 +134,16 @@ class Ownership:
         self.is_guest, self.seen = True, max(self.seen, self._newest(listing))
         return listing
 
-    def _lock(self) -> Hold | None:
+    def _identify(self, entries: Mapping[str, Entry] | None, run: str | None) -> None:
+        if run is not None:
+            self.run = check_id(self._index, entries, run)
+
+    def _lock(self) -> None:
+        """Takes the lock, unless another job holds it."""
         try:
-            return self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
+            self._hold = self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
         except io.UnsupportedOperation:
-            return _NoHold()
+            self._hold = _NoHold()
 
     def who(self) -> str:
         """Describes the job that owns the run."""
@@ -146,9 +152,13 @@ class Ownership:
             return "unknown"
         return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
 
-    def take_over(self) -> Listing:
-        """Makes this job the owner, cleans up after earlier jobs and lists the run."""
-        before = read_owner(self._index)
+    def take_over(self, before: Owner | None, known: Mapping[str, Entry] | None = None) -> Listing:
+        """Makes this job the owner, cleans up after earlier jobs and lists the run.
+
+        Args:
+            before: The owner until now.
+            known: An earlier listing of the root.
+        """
         self.token = secrets.token_hex(8)
         try:
             self._write(before)
@@ -157,7 +167,7 @@ class Ownership:
             raise
         self._index.owned, self.is_guest = True, False
         # List only now: until it lost the run, an earlier job could begin a save or a deletion.
-        listing = self._index.listing()
+        listing = self._index.listing(known)
         doomed = self._leases.doomed() if names.DOOMED in listing.entries else Doomed()
         self._left = self._find_left(listing, doomed)
         left = [entry for entry in listing.entries if self._is_left(entry)]
@@ -177,7 +187,7 @@ class Ownership:
     def finish_commit(self, step: int) -> None:
         """Removes the writer's file from the newest step, if this job owns the run."""
         index = self._index
-        if not (index.owned and index.has_writer(step)):
+        if not (index.owned and index.has(step, names.WRITER)):
             return
         try:
             remove_writer(index.storage, index.path(step))
@@ -256,10 +266,10 @@ class Ownership:
                 nothing was changed.
         """
         if self._hold is None and not self._closed:
-            self._hold = self._lock()
+            self._lock()
         if self._hold is None:
             self._leave_alone_if_ahead(step)
-        self.take_over()
+        self.take_over(read_owner(self._index))
 
     def _leave_alone_if_ahead(self, step: int | None) -> None:
         listing = self._index.listing()
@@ -296,7 +306,7 @@ class Ownership:
             self._is_sure = False
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
-            self._hold = self._lock()
+            self._lock()
         if self._left:
             self._remove_left()
         # In a store each listing is a request, and the owner's file shows enough.

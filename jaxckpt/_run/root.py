@@ -128,7 +128,7 @@ class Root:
         return report is None or report.ok
 
     def _what_goes(self, stay: Stay) -> list[int]:
-        steps = self.index.steps()
+        steps = self.index.own_steps()
         infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
         if asks:

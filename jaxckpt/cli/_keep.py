@@ -91,13 +91,14 @@ def rm(
     if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
     but never the main one, and moves nothing. Refused while a running job writes the run.
     """
-    from jaxckpt._run.overview import policy_of, step_overview
+    from jaxckpt._run.overview import look_ahead, policy_of
     from jaxckpt.cli._owned import owned, run_at
 
     run, numbers = _target(path, steps)
+    root, listing = run.index.root, run.index.listing()
     for number in numbers:
-        run.index.check_step(number)
-    root = run.index.root
+        if run.index.state(listing, number) != "committed":
+            run.index.check_step(number)  # raises
     pinned = [number for number in numbers if run.is_pinned(number)]
     if pinned:
         raise ValueError(
@@ -110,8 +111,8 @@ def rm(
     keep = policy_of(run.index)
     folder = run_at(run.index.storage, root, keep=keep).folder
     if not as_json:
-        looked = [step_overview(run.index.path(number)) for number in numbers]
-        _print_doomed(root, [step for step in looked if step], run.index.newest())
+        looked = [look_ahead(run.index, listing, number) for number in numbers]
+        _print_doomed(root, [step for step in looked if step], run.index.newest(listing))
     gone: list[int] = []
     if not dry_run:
         _output.confirm(_question(numbers, root, folder), yes=yes)
@@ -327,7 +328,8 @@ def gc(
     found = overview(where)
     seen = run_at(storage, where, keep=found.keep)
     _check_metric(found, policy)
-    planned = plan(found, policy, now_s=time.time(), unfinished=seen.unfinished())
+    torn = [step.step for step in found.steps if step.problem is not None]
+    planned = plan(found, policy, now_s=time.time(), unfinished=seen.unfinished(torn))
     if not as_json:
         _print_plan(found, planned)
     gone: list[int] = []

@@ -64,14 +64,14 @@ def owned(
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
-    if not no_job and (hold := _lock(storage, root)) is not None:
+    # Object stores have locks: see what else the storage may be.
+    if not (no_job or storage.parallel_writes) and (hold := _lock(storage, root)) is not None:
         hold.release()
     run, owner = _parts(storage, root, keep)
     owner.open()
     try:
         if not owner.token:
             _refuse(root, owner)
-        owner.fence()
         yield run
     finally:
         owner.close()

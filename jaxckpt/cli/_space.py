@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
+from jaxckpt._run.index import at_once
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import parse_path
@@ -65,7 +66,7 @@ def space(path: str) -> Space:
     except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
         steps = ()
     if steps:
-        parts = [_part(step.path, step.step, step.items) for step in steps]
+        parts = at_once(lambda step: _part(step.path, step.step, step.items), steps)
     else:
         found = _found(where)
         parts = [] if found is None else [_part(found.path, None, tuple(found.items))]

@@ -100,9 +100,7 @@ def guess_names(
         The scheme; several if none of them is the right one beyond doubt; nothing if no entry is a
         step.
     """
-    like = sorted(
-        filter(is_like_step, entries), key=lambda entry: int(entry.rpartition("_")[2]), reverse=True
-    )
+    like = sorted(filter(is_like_step, entries), key=number_of, reverse=True)
     shown: dict[StepNames, list[str]] = {}
     for entry in like:
         shown.setdefault(_shown_by(entry), []).append(entry)
@@ -122,6 +120,16 @@ def guess_names(
         if all(_has_more(mine - theirs, theirs - mine, counts) for theirs in others):
             return [naming]
     return used
+
+
+def shows_several(entries: Iterable[str]) -> bool:
+    """Returns whether names may follow several schemes; only then does `guess_names` doubt."""
+    return len(set(map(_shown_by, filter(is_like_step, entries)))) > 1
+
+
+def number_of(entry: str) -> int:
+    """Returns the number in the name of a step of any scheme."""
+    return int(entry.rpartition("_")[2])
 
 
 def _shown_by(entry: str) -> StepNames:

@@ -57,13 +57,13 @@ def _ahead(storage: Storage, path: str, reads: bool) -> Storage:
 
 
 def listed(storage: Storage, root: str, first: Collection[str]) -> Storage:
-    """Returns a view of all checkpoints of a run, or `storage` if that has directories to list.
+    """Returns a view of all checkpoints of a run; it lists directories when they are asked for.
 
     Args:
         first: The names of small files to read, wherever they are.
     """
     if storage.atomic_rename:
-        return storage
+        return Ahead(storage, root, None, {})
     found = storage.files(root)
     return _view(storage, root, found, [f for f in found if posixpath.basename(f) in first])
 
@@ -101,7 +101,7 @@ class Ahead:
         self,
         inner: Storage,
         root: str,
-        files: Mapping[str, Entry],
+        files: Mapping[str, Entry] | None,  # if None, each directory is listed once
         data: Mapping[str, bytes | None],
     ) -> None:
         self.inner = inner
@@ -118,8 +118,9 @@ class Ahead:
         self.delete, self.delete_files = inner.delete, inner.delete_files
         self.delete_empty = inner.delete_empty
         self._root = root
-        self._folders: dict[str, dict[str, Entry]] = {root: {}}
-        for name, entry in files.items():
+        self._is_all = files is not None
+        self._folders: dict[str, dict[str, Entry]] = {root: {}} if files is not None else {}
+        for name, entry in (files or {}).items():
             self._put(f"{root}/{name}", entry)
 
     def _put(self, path: str, entry: Entry) -> None:
@@ -138,7 +139,7 @@ class Ahead:
     def kind(self, path: str) -> EntryKind | None:
         if path in self._folders:
             return "dir"
-        if not path.startswith(f"{self._root}/"):
+        if not (self._is_all and path.startswith(f"{self._root}/")):
             return self.inner.kind(path)
         folder, name = posixpath.split(path)
         entry = self._folders.get(folder, {}).get(name)
@@ -147,9 +148,12 @@ class Ahead:
     def entries(self, path: str) -> dict[str, Entry]:
         if path in self._folders:
             return dict(sorted(self._folders[path].items()))
-        if path.startswith(f"{self._root}/"):
+        if self._is_all and path.startswith(f"{self._root}/"):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return self.inner.entries(path)
+        found = self.inner.entries(path)
+        if not self._is_all:
+            self._folders[path] = found
+        return found
 
     def has(self, path: str) -> bool:
         """Returns whether a checkpoint is in this view."""

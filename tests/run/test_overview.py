@@ -18,7 +18,8 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.overview import look, overview
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, listed, locate
+from jaxckpt.storage import LocalStorage, PathIn, listed, locate
+from jaxckpt.testing import WatchedStorage
 from tests.golden.fixture import golden_names
 
 TOKEN = "0123456789abcdef"
@@ -325,3 +326,21 @@ def test_a_step_of_a_store_that_goes_meanwhile_is_left_out():
     assert look(index, listing, "1", 1) is None
     assert "damaged" in look(index, listing, "2", 2).problem
     assert [step.step for step in overview(url).steps] == [2]
+
+
+def test_a_local_step_is_listed_and_read_once(root):
+    """Each directory is listed once; the record, the metadata and the metrics are read."""
+    calls = []
+    storage, where = locate(root)
+    watched = WatchedStorage(storage, lambda verb, path: calls.append((verb, path)))
+
+    overview(PathIn(watched, where))
+    looked = [path for _, path in calls if path.startswith(f"{where}/7")]
+    calls.clear()
+    StepIndex(watched, where).info(7)
+    facts = [path for _, path in calls if path.startswith(f"{where}/7")]
+
+    # It has two items more than a bare step, each with a directory.
+    assert len(looked) <= 9
+    assert len(set(looked)) == len(looked)
+    assert len(facts) <= 5

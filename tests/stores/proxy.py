@@ -29,6 +29,7 @@ from io import BufferedIOBase
 from urllib.parse import unquote, urlsplit
 
 from tests.stores.loopback import LoopbackServer, Request
+from tests.stores.rounds import Rounds
 
 _PIECE_BYTES = 1 << 16
 _LATEST_S = 60.0  # a server that is silent for so long is given up
@@ -128,6 +129,7 @@ class Proxy(LoopbackServer):
         self.answers_bytes_per_s: float | None = None
         self._free_s = 0.0  # when the line is free again
         self.faults: list[Fault] = []
+        self.rounds: Rounds | None = None  # in which requests are passed on
         self._lock = threading.Lock()  # guards faults and what they count
 
     def add(
@@ -263,6 +265,15 @@ class _Connection(socketserver.StreamRequestHandler):
         is_copy = any(name.endswith("-copy-source") for name in head.fields)
         request = self.server.requests.add(*head.first[:2], is_copy=is_copy)
         request.received_bytes = head.length or 0
+        if (rounds := self.server.rounds) is None:
+            return self._serve(head, request)
+        rounds.enter(request)
+        try:
+            return self._serve(head, request)
+        finally:
+            rounds.leave()
+
+    def _serve(self, head: _Head, request: Request) -> bool:
         action = self.server.take(request)
         time.sleep(self.server.delay_s)
         if head.fields.get("expect", "").lower() == "100-continue":
