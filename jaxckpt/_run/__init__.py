@@ -8,7 +8,7 @@ Rules, which are pure:
 
 One directory of steps:
 
-    index        which steps there are: the one answer for managers and commands
+    index        which steps exist, for managers and commands alike
     root         the directory as a manager opens it, and what goes after a commit
     identity     the id of a run
     owner        which job may write, and which manager of a process
@@ -25,7 +25,7 @@ A manager:
     position     which step may come next
     incremental  what a step shares with earlier steps
     preemption   being told to stop
-    resume       the newest complete step, or the one before it
+    resume       the newest complete step, or the step before it
 
 A local place in front of the directory:
 
@@ -38,7 +38,7 @@ A local place in front of the directory:
 
 Calls on a whole run:
 
-    scrub        every step verified, damaged ones set aside
+    scrub        every step verified, damaged steps set aside
     heal         a copy mended from another
     fork         a run that begins with a step of another
     overview     a run at a glance, for people

@@ -69,7 +69,7 @@ def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str
 
 
 def is_new(entries: Mapping[str, Entry] | None) -> bool:
-    """Returns whether a directory has no steps."""
+    """Returns whether a directory lacks steps."""
     return not any(
         one.kind == "dir" and is_like_step(name) for name, one in (entries or {}).items()
     )

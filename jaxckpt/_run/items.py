@@ -221,7 +221,7 @@ def state_for(
     """Returns the state for this process's object.
 
     Raises:
-        TreeMismatch: the item has no states, or of a different number of processes.
+        TreeMismatch: the item lacks states, or a different number of processes saved them.
     """
     if states is None:
         raise TreeMismatch(

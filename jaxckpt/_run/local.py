@@ -7,7 +7,7 @@ The id of a run with a local directory is
                                   URL; or it is new, and the local directory never named another
     a new id                      otherwise
 
-A local directory belongs to the run if it has this id, or has no steps. A directory of an older
+A local directory belongs to the run if it has this id, or lacks steps. A directory of an older
 release has steps but lacks an id: it belongs to the run if one save is in both places. If the steps
 are of another run, nothing is done to them, and the run saves in `run-<token>` there.
 """

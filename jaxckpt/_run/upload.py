@@ -165,7 +165,7 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
 
 
 def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
-    """Replaces a file that was found damaged in older steps by the one that was sent again."""
+    """Replaces a damaged file in older steps by the file that was sent again."""
     storage = target.storage
     target.report(f"{bad} is damaged, so it was sent again")
     for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):
