@@ -4,7 +4,7 @@ Rules, which are pure:
 
     schedule     when to save
     retention    what to keep, and why
-    copies       which copy to read and what to upload, if there are two places
+    copies       which copy to read and what to upload, if a run has two tiers
 
 One directory of steps:
 
@@ -27,14 +27,14 @@ A manager:
     preemption   being told to stop
     resume       the newest complete step, or the step before it
 
-A local place in front of the directory:
+A local tier in front of the directory:
 
     tiers        where a step is saved, and goes then
     local        which steps on a disk are of this run
     shares       what each process saved on the disk of its own host
-    upload       a step copied to another place
+    upload       a step copied to another root
     uploader     the thread that uploads for a manager
-    reach        a place that may not answer
+    reach        a root that may not answer
 
 Calls on a whole run:
 

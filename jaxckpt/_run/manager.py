@@ -524,7 +524,7 @@ class CheckpointManager:
 
     @property
     def tiers(self) -> dict[str, list[int] | None]:
-        """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
+        """The steps in each tier: "local" and "durable", and those "waiting" to be uploaded.
 
         "durable" is None while the directory behind `local` is away. Without `local`, all steps are
         durable.
@@ -550,7 +550,7 @@ class CheckpointManager:
         return dict(index.info(step).metrics)
 
     def _index_of(self, step: int) -> StepIndex:
-        """Returns the nearest place that has a step; CheckpointNotFound if there is none."""
+        """Returns the nearest root that has a step; CheckpointNotFound if there is none."""
         root = next((root for root in self._roots if root.has(step)), self._directory)
         root.index.check_step(step)
         return root.index

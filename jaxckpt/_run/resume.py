@@ -123,7 +123,7 @@ class Resume:
         """Returns the copies of steps in the order to try.
 
         Args:
-            found: The steps in each place.
+            found: The steps in each root.
             disks: The steps on the disk of each process, if it has one of its own.
         """
         if disks is None:
@@ -166,7 +166,7 @@ class Resume:
             self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
-        """Returns the facts about each step, from the nearest place that has it."""
+        """Returns the facts about each step, from the nearest root that has it."""
         return at_once(lambda n: self.roots[there[n][0]].index.info(n), there)
 
     def _best_first(self, disks: Disks | None) -> list[Copy]:

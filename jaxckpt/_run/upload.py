@@ -1,4 +1,4 @@
-"""Copies the steps of a run to another place, such as a bucket, and goes on where it was cut off.
+"""Copies the steps of a run to another root, such as a bucket, and goes on where it was cut off.
 
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
 which is made of the token of the step. So the next upload of the step takes a dead upload over. A
@@ -60,7 +60,7 @@ class Uploaded(NamedTuple):
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
-    """Returns the complete steps of a run that another place lacks, the newest first.
+    """Returns the complete steps of a run that another root lacks, the newest first.
 
     Leaves out steps of an earlier life, since the run went on without them.
     """
