@@ -1,3 +1,3 @@
-"""The version, in the one place that names it."""
+"""The version, which only this module names."""
 
 __version__ = "0.1.0"

@@ -55,7 +55,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """No committed checkpoint exists at the given place."""
+    """No committed checkpoint exists at the given path."""
 
 
 class StepExists(CheckpointError, FileExistsError):

@@ -271,7 +271,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Returns whether there are no problems."""
+        """Returns whether the checkpoint is free of problems."""
         return not self.problems
 
     @property
@@ -385,7 +385,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Returns whether there are no differences."""
+        """Returns whether the checkpoints are equal."""
         return not (self.only_a or self.only_b or self.changed)
 
     def __repr__(self) -> str:

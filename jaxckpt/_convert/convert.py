@@ -53,7 +53,7 @@ def convert(
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `src`.
+        CheckpointNotFound: `src` lacks a committed checkpoint.
         CorruptCheckpoint: the source is damaged; nothing was written.
         UnsupportedLeaf: leaves cannot be copied; the error lists them, and nothing was written.
         StepExists: `dst` exists.

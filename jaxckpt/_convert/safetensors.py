@@ -90,7 +90,7 @@ def export_safetensors(
         The file to open: the only one, or the index.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `src`.
+        CheckpointNotFound: `src` lacks a committed checkpoint.
         CorruptCheckpoint: the source is damaged; nothing was written.
         UnsupportedLeaf: safetensors cannot store some leaves (text, PRNG keys, complex numbers), or
             their names collide; the error lists them, and nothing was written.
@@ -307,7 +307,7 @@ def import_safetensors(
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
     Raises:
-        CheckpointNotFound: there is no such file.
+        CheckpointNotFound: the file does not exist.
         CorruptCheckpoint: a file is malformed or truncated.
         UnsupportedFormat: a tensor has a dtype that jax lacks.
         UnsupportedLeaf: the names do not make a tree: a tensor `a` and a tensor `a.b`.

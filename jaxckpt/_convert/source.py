@@ -94,7 +94,7 @@ def of_checkpoint(
         by: The operation, for the lineage.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `src`.
+        CheckpointNotFound: `src` lacks a committed checkpoint.
         CorruptCheckpoint: its metadata is damaged.
         UnsupportedLeaf: a leaf cannot be copied.
     """

@@ -148,7 +148,7 @@ def flatten(tree: object) -> Flat:
 
 
 def is_empty(node: object) -> bool:
-    """Returns whether a node has no children: jax drops it, a checkpoint keeps it as a leaf."""
+    """Returns whether a node lacks children: jax drops it, a checkpoint keeps it as a leaf."""
     if node is None:
         return True
     if type(node) in (dict, list, tuple):

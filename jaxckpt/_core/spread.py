@@ -132,7 +132,7 @@ def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:
 
 
 def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
-    """Divides the dimensions as the stored units do; the last one takes the axes that are left."""
+    """Divides the dimensions as the stored units do; the last takes the remaining axes."""
     left, axes = list(names), []
     for dim, count in enumerate(grid):
         taken: list[str] = []
@@ -148,7 +148,7 @@ def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
 
 
 class Piece(NamedTuple):
-    """A part of an array that one process reads for all."""
+    """A part of an array that a single process reads for all."""
 
     array: int  # index
     box: Box

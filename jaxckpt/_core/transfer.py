@@ -269,7 +269,7 @@ class Arriving:
         self._taken_bytes = 0
 
     def add(self, value: Any) -> None:
-        """Takes a value that was placed, and waits for older values if there is no room for it."""
+        """Takes a value that was placed, and waits for older values if it does not fit yet."""
         import jax
 
         if isinstance(value, jax.Array) and is_away(value.sharding):

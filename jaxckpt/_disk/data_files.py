@@ -83,7 +83,7 @@ class _DataFile:
 
 
 class DataFiles:
-    """The values of one database, or of the part of it that one process writes.
+    """The values of a database, or of the part of it that a process writes.
 
     Args:
         storage, folder: Where its directory is.

@@ -43,7 +43,7 @@ class Found:
 
     @property
     def is_share(self) -> bool:
-        """Returns whether it has only the shards that one process of several held."""
+        """Returns whether it has only the shards of a single process of several."""
         return self.record is not None and self.record.share is not None
 
     @property

@@ -28,7 +28,7 @@ _NUMBER: Final = np.dtype("<u4")
 
 
 class Table(NamedTuple):
-    """The part of a database that one process wrote."""
+    """The part of a database that a process wrote."""
 
     places: Mapping[str, bytes | Place]  # each value or its place, by key
     units: Sequence[int] = ()  # the numbers of chunks and inner chunks; see `checksums`

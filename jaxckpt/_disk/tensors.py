@@ -131,7 +131,7 @@ class _Piece(NamedTuple):
 
 
 class Tensors:
-    """Tensors that are read together, in pieces; whole ones that are adjacent in one piece."""
+    """Tensors that are read together, in pieces; adjacent whole tensors are one piece."""
 
     def __init__(self, item: Item, reads: Sequence[LeafRead], executor: Executor) -> None:
         self.reads = reads

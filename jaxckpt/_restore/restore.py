@@ -144,7 +144,7 @@ def restore(
         Without a target, arrays return to their devices, or to an available mesh of the same axes.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CheckpointNotFound: `path` lacks a committed checkpoint.
         TreeMismatch: `like` or a sharding does not fit; the error lists every difference. Or a
             value does not fit the wanted dtype; the error names leaf and value.
         CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.

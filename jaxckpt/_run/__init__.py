@@ -4,11 +4,11 @@ Rules, which are pure:
 
     schedule     when to save
     retention    what to keep, and why
-    copies       which copy to read and what to upload, if there are two places
+    copies       which copy to read and what to upload, if a run has two tiers
 
 One directory of steps:
 
-    index        which steps there are: the one answer for managers and commands
+    index        which steps exist, for managers and commands alike
     root         the directory as a manager opens it, and what goes after a commit
     identity     the id of a run
     owner        which job may write, and which manager of a process
@@ -25,20 +25,20 @@ A manager:
     position     which step may come next
     incremental  what a step shares with earlier steps
     preemption   being told to stop
-    resume       the newest complete step, or the one before it
+    resume       the newest complete step, or the step before it
 
-A local place in front of the directory:
+A local tier in front of the directory:
 
     tiers        where a step is saved, and goes then
     local        which steps on a disk are of this run
     shares       what each process saved on the disk of its own host
-    upload       a step copied to another place
+    upload       a step copied to another root
     uploader     the thread that uploads for a manager
-    reach        a place that may not answer
+    reach        a root that may not answer
 
 Calls on a whole run:
 
-    scrub        every step verified, damaged ones set aside
+    scrub        every step verified, damaged steps set aside
     heal         a copy mended from another
     fork         a run that begins with a step of another
     overview     a run at a glance, for people

@@ -1,4 +1,4 @@
-"""Decides which copy of a step to read if a run has two places, and what to upload. Pure."""
+"""Decides which copy of a step to read if a run has two tiers, and what to upload. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jaxckpt.format.step import Life, Starts
 
 
 class Copy(NamedTuple):
-    """A step in one of the places."""
+    """A step in one of the roots."""
 
     step: int
-    root: int  # the index of the place; the nearest is 0
+    root: int  # the index of the root; the nearest is 0
     # The processes whose disks lack it, where each has its own; they read it in the directory.
     lacking: tuple[int, ...] = ()
 
     def root_of(self, process: int) -> int:
-        """Returns the index of the place where a process reads it."""
+        """Returns the index of the root where a process reads it."""
         return self.root + 1 if process in self.lacking else self.root
 
 
@@ -27,7 +27,7 @@ def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
     A newer step comes before a nearer step, since resuming from an older step loses training.
 
     Args:
-        steps: The steps in each place.
+        steps: The steps in each root.
 
     Example:
         >>> [copy[:2] for copy in newest_first({0: [10, 30], 1: [10, 20]})]

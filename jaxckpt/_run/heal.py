@@ -1,4 +1,4 @@
-"""Mends a damaged copy of a step from a good one in another place.
+"""Mends a damaged copy of a step from a good copy in another root.
 
     verify     the good copy, whole: nothing unchecked is trusted
     find       the files of the damaged copy that are missing or bad

@@ -42,14 +42,14 @@ def _in_steps(index: StepIndex) -> Identity | None:
 
 
 def identities_in(local: StepIndex) -> dict[str, Identity | None]:
-    """Returns the places in a local directory that may have the steps of a run, and their ids."""
+    """Returns the roots in a local directory that may have the steps of a run, and their ids."""
     guests = [name for name in local.entries() if names.is_guest(name)]
     roots = [local.root, *(f"{local.root}/{name}" for name in guests)]
     return {root: read_identity(StepIndex(local.storage, root, quiet=True)) for root in roots}
 
 
 def with_id(there: Mapping[str, Identity | None], identity: Identity) -> list[tuple[str, Identity]]:
-    """Returns the places with the id of a run; places that name its directory come first."""
+    """Returns the roots with the id of a run; roots that name its directory come first."""
     mine = [(at, one) for at, one in there.items() if one is not None and one.id == identity.id]
     return sorted(mine, key=lambda found: found[1].directory != identity.directory)
 
@@ -69,7 +69,7 @@ def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str
 
 
 def is_new(entries: Mapping[str, Entry] | None) -> bool:
-    """Returns whether a directory has no steps."""
+    """Returns whether a directory lacks steps."""
     return not any(
         one.kind == "dir" and is_like_step(name) for name, one in (entries or {}).items()
     )

@@ -39,7 +39,7 @@ class Incremental:
 
     @property
     def storage(self) -> Storage | None:
-        """Returns where the next save may refer to this one, or None."""
+        """Returns where the next save may refer to this save, or None."""
         return self._root.index.storage if self._is_on else None
 
     def begin(self, *, is_saving: bool) -> Mapping[str, Base]:

@@ -237,7 +237,7 @@ def state_for(found: Found, name: str, value: object, processes: Processes) -> A
     """Reads the state for this process's object.
 
     Raises:
-        TreeMismatch: the item has no states, or they do not fit this number of processes.
+        TreeMismatch: the item lacks states, or they do not fit this number of processes.
     """
     states = read_states(found, name)
     if states is None:

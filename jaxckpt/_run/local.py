@@ -7,8 +7,8 @@ The id of a run with a local directory is
                                   URL; or it is new, and the local directory never named another
     a new id                      otherwise
 
-A local directory belongs to the run if it has this id, or has no steps. A directory of an older
-release has steps but lacks an id: it belongs to the run if one save is in both places. If the steps
+A local directory belongs to the run if it has this id, or lacks steps. A directory of an older
+release has steps but lacks an id: it belongs to the run if one save is in both roots. If the steps
 are of another run, nothing is done to them, and the run saves in `run-<token>` there.
 """
 
@@ -43,10 +43,10 @@ _TRIES: Final = 3
 
 
 def check_same_run(source: StepIndex, target: StepIndex, *, asked_for: bool = False) -> None:
-    """Checks that the steps of two places are of the same run, or that `target` has none yet.
+    """Checks that the steps of two roots are of the same run, or that `target` has none yet.
 
     Args:
-        asked_for: Whether the user named the steps, which is enough if a place lacks an id.
+        asked_for: Whether the user named the steps, which is enough if a root lacks an id.
 
     Raises:
         SaveFailed: they are of different runs, or nothing shows that they are of the same run.
@@ -67,7 +67,7 @@ def check_same_run(source: StepIndex, target: StepIndex, *, asked_for: bool = Fa
 
 
 def join(target: StepIndex, source: StepIndex) -> None:
-    """Gives a place that has neither an id nor steps the id of the run that is copied there."""
+    """Gives a root that has neither an id nor steps the id of the run that is copied there."""
     ours, entries = read_identity(source), target.entries()
     if ours is not None and is_new(entries):
         ensure_id(target, entries, ours.id)
@@ -196,7 +196,7 @@ def _home(
 
 
 def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
-    """Returns the place in a local directory that has the steps of a run, or is to have them."""
+    """Returns the home of a run in a local directory: the root that has its steps, or is to."""
     url, here = directory.root, identities_in(local)
     for at, one in with_id(here, Identity(id=run_id, directory=url)):
         if not _is_copy(one, directory):
@@ -222,7 +222,7 @@ def _steps_in(local: StepIndex) -> dict[str, list[int]]:
 
 
 def _share_a_save(local: StepIndex, directory: StepIndex) -> bool:
-    """Returns whether one save is in both places."""
+    """Returns whether one save is in both roots."""
     try:
         both = local.listing().steps.keys() & directory.listing().steps.keys()
         saves = ((origin_in(local, n), origin_in(directory, n)) for n in sorted(both, reverse=True))

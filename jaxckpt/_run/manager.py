@@ -389,12 +389,12 @@ class CheckpointManager:
                 everything has been read. For trees, see `restore_items`.
             fallback: Whether to restore the step before (or the next best) if a step is damaged.
                 The damaged step is listed in `problems`; a manager with mode "w" also sets it aside
-                if jaxckpt wrote it. A step given by number has no fallback.
+                if jaxckpt wrote it. A step given by number never falls back.
             options: Further arguments of `jaxckpt.restore`: `mesh`, `shardings`, `dtype`, ...
 
         Raises:
             CheckpointNotFound: no such step, or no step is complete.
-            CorruptCheckpoint: the step is damaged and there is no fallback.
+            CorruptCheckpoint: the step is damaged, and no other may replace it.
             OSError: the step cannot be read now. This never leads to a fallback.
             TreeMismatch: `like` or an item does not fit.
         """
@@ -458,7 +458,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: the run has steps, but none can be restored.
-            UnsupportedFormat: the run has no steps but checkpoints of Flax; see `convert`.
+            UnsupportedFormat: the run has only checkpoints of Flax; see `convert`.
         """
         self._begin_call()
         if not callable(init):
@@ -492,7 +492,7 @@ class CheckpointManager:
                 state, such as a data iterator, that is the list of the states of all processes.
 
         Raises:
-            TreeMismatch: the step has no such item, or a target does not fit.
+            TreeMismatch: the step lacks an item, or a target does not fit.
         """
         self._begin_call()
         check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
@@ -525,7 +525,7 @@ class CheckpointManager:
 
     @property
     def tiers(self) -> dict[str, list[int] | None]:
-        """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
+        """The steps in each tier: "local" and "durable", and those "waiting" to be uploaded.
 
         "durable" is None while the directory behind `local` is away. Without `local`, all steps are
         durable.
@@ -551,7 +551,7 @@ class CheckpointManager:
         return dict(index.info(step).metrics)
 
     def _index_of(self, step: int) -> StepIndex:
-        """Returns the nearest place that has a step; CheckpointNotFound if there is none."""
+        """Returns the nearest root that has a step; CheckpointNotFound if there is none."""
         root = next((root for root in self._roots if root.has(step)), self._directory)
         root.index.check_step(step)
         return root.index

@@ -108,9 +108,9 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
 
 
 def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> list[str]:
-    """Returns the places with steps of a run in a local directory: itself, or shares of processes.
+    """Returns the roots with steps of a run in a local directory: itself, or shares of processes.
 
-    Leaves out places with steps of another run; see `local`.
+    Leaves out roots with steps of another run; see `local`.
     """
     storage, root = locate(local)
     index, directory = StepIndex(storage, root, quiet=True), StepIndex(*locate(run), quiet=True)
@@ -128,7 +128,7 @@ def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> l
 def with_local(
     found: RunOverview, local: str | os.PathLike[str]
 ) -> tuple[RunOverview, dict[int, list[str]]]:
-    """Adds the local steps; returns also which places have each step complete."""
+    """Adds the local steps; returns also which tiers have each step complete."""
     here = [overview(root) for root in local_roots(local, found.path)]
     tiers: dict[int, list[str]] = {}
     best: dict[int, StepOverview] = {}

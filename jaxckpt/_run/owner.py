@@ -444,7 +444,7 @@ class Opening:
         self._processes = processes
         self._key = self._index.root, processes.index
         self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
-        self._reach: Reach | None = None  # of a place that the job can do without
+        self._reach: Reach | None = None  # of a root that the job can do without
         self._beginning = threading.Lock()  # held while a thread opens the run
 
     def open(
@@ -464,7 +464,7 @@ class Opening:
         Args:
             saves: What writes there, which the end of the opening waits for and stops.
             run, spared: See `Ownership.open`.
-            reach: Given if the job can do without the place. If it cannot be used, the result has
+            reach: Given if the job can do without the root. If it cannot be used, the result has
                 the reason as "away"; the first upload that gets through opens the run.
         """
         self._reach, self._take = reach, partial(self._owner.open, run, spared)
@@ -507,7 +507,7 @@ class Opening:
         index = self._index
         with self._beginning:
             listing = self._take()
-        if self.ended:  # while the place did not answer
+        if self.ended:  # while the root did not answer
             self._owner.close()
             return {}
         with _unless_full(index):
@@ -534,7 +534,7 @@ class Opening:
         try:
             if not self._owner.token and not self.ended:
                 self._take()
-            if self.ended:  # while the place did not answer
+            if self.ended:  # while the root did not answer
                 self._owner.close()
                 raise SaveFailed(f"{self._index.root}: {self.ended}")
         finally:

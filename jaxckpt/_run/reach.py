@@ -1,10 +1,10 @@
-"""Asks a place that may not answer, such as the bucket behind a local disk.
+"""Asks a root that may not answer, such as the bucket behind a local disk.
 
-    ask     in a thread of its own, and wait until nothing was heard of the place for `away_s`
+    ask     in a thread of its own, and wait until nothing was heard of the root for `away_s`
     away    from then on: the call goes on in the background, and later calls fail at once
     back    when that call has an answer, or a later call that also runs in the background
 
-A place that refuses at once is not away: each call gets its error, and costs nothing.
+A root that refuses at once is not away: each call gets its error, and costs nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxckpt.storage._limit import within
 T = TypeVar("T")
 
 AWAY_S: Final = 10.0
-_LAST_S: Final = 1.0  # how long the end waits for a place that is away
+_LAST_S: Final = 1.0  # how long the end waits for a root that is away
 
 
 @final
 class Reach:
-    """The way to a place, and whether it answers. Any thread may ask."""
+    """The way to a root, and whether it answers. Any thread may ask."""
 
     def __init__(
         self, where: str, heard_s: Callable[[], float] = lambda: 0.0, *, away_s: float = AWAY_S
@@ -35,10 +35,10 @@ class Reach:
         """Asks nothing yet.
 
         Args:
-            heard_s: Returns when the place last answered any call, by `time.monotonic`.
+            heard_s: Returns when the root last answered any call, by `time.monotonic`.
         """
         self.where, self.away_s = where, away_s
-        self.away = ""  # why the place counts as away, or ""
+        self.away = ""  # why the root counts as away, or ""
         self._heard_s = heard_s
         self._lock = threading.Lock()  # guards `away` and the two below
         self._late: Future[Any] | None = None  # the call in the background
@@ -48,7 +48,7 @@ class Reach:
         """Returns the answer of a call.
 
         Raises:
-            StoreError: the place is away.
+            StoreError: the root is away.
             Any error of the call.
         """
         with self._lock:
@@ -70,7 +70,7 @@ class Reach:
             del call  # refers to the error, whose traceback refers to this frame
 
     def _look_at_late(self, do: Callable[[], Any]) -> None:
-        """Finds out whether the place is back; if nothing is asked, asks in the background."""
+        """Finds out whether the root is back; if nothing is asked, asks in the background."""
         if not self.away or (self._late is not None and not self._late.done()):
             return
         if self._late is not None and self._late.exception() is None:
@@ -83,7 +83,7 @@ class Reach:
 
     def _start(self, do: Callable[[], T]) -> Future[T]:
         call: Future[T] = Future()
-        # A daemon, so that the program can end while the place does not answer.
+        # A daemon, so that the program can end while the root does not answer.
         thread = threading.Thread(
             target=self._make, args=(call, do), name=f"jaxckpt-ask {self.where}", daemon=True
         )
@@ -108,12 +108,12 @@ class Reach:
         return within(lambda: self.away_s, call, lambda: max(started_s, self._heard_s()))
 
     def answered(self) -> None:
-        """Notes that the place has answered somebody else."""
+        """Notes that the root has answered somebody else."""
         with self._lock:
             self.away, self._late = "", None
 
     def leave(self, do: Callable[[], object]) -> None:
-        """Does something last, and waits for it and all calls as long as the place answers."""
+        """Does something last, and waits for it and all calls as long as the root answers."""
         with self._lock:
             call = self._start(do)
         if not self.away:

@@ -46,7 +46,7 @@ _POLL_S: Final = 0.5
 
 
 class _Marked(CorruptCheckpoint):
-    """Replicas differed when the step was saved; another step is better, this one than none."""
+    """Replicas differed when the step was saved; it is restored only if no other step can be."""
 
 
 _NAMED: Final = ("latest", "best")
@@ -123,7 +123,7 @@ class Resume:
         """Returns the copies of steps in the order to try.
 
         Args:
-            found: The steps in each place.
+            found: The steps in each root.
             disks: The steps on the disk of each process, if it has one of its own.
         """
         if disks is None:
@@ -166,7 +166,7 @@ class Resume:
             self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
-        """Returns the facts about each step, from the nearest place that has it."""
+        """Returns the facts about each step, from the nearest root that has it."""
         return at_once(lambda n: self.roots[there[n][0]].index.info(n), there)
 
     def _best_first(self, disks: Disks | None) -> list[Copy]:
@@ -191,7 +191,7 @@ class Resume:
         A damaged copy is mended from the good one of the same step, or else set aside.
 
         Args:
-            wanted: "latest", "best" or a number, which has no fallback.
+            wanted: "latest", "best" or a number, which never falls back.
             reading: Returns the function that reads a step, given one that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
             copies: The candidates, if they are known.
@@ -203,7 +203,7 @@ class Resume:
 
         Raises:
             CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
-                there is no fallback.
+                nothing else may be restored.
             ProcessesDisagree: another process failed.
         """
         copies = self.candidates(wanted) if copies is None else copies

@@ -32,14 +32,14 @@ from jaxckpt.types import StepInfo
 T = TypeVar("T")
 Stay = Callable[[], Collection[int]]
 
-# The tiers of a run: its directory, and the place on the hosts where steps are saved first.
+# The tiers of a run: its directory, and the root on the hosts where steps are saved first.
 DURABLE: Final = "durable"
 LOCAL: Final = "local"
 
 
 @dataclass(slots=True, kw_only=True)
 class Root:
-    """One place with steps of a run. Only process 0 changes it; with `own`, every process does."""
+    """A directory with steps. Only process 0 changes it; with `own`, every process does."""
 
     tier: str
     index: StepIndex
@@ -64,7 +64,7 @@ class Root:
         processes: Processes,
         own: bool = False,
     ) -> Root:
-        """Returns the root at a place; reads nothing yet."""
+        """Returns the root at a path; reads nothing yet."""
         storage, root = locate(directory)
         index = StepIndex(storage, root, naming=naming)
         leases = Leases(index)
@@ -88,7 +88,7 @@ class Root:
         Args:
             life: How the run got to the step, if this is a local root.
             stay: Returns the steps that stay whatever the policy, such as those on their way to
-                another place; called after the steps are listed, so that it knows all of them.
+                another root; called after the steps are listed, so that it knows all of them.
 
         Returns:
             False if the step was read back and is damaged.
@@ -149,7 +149,7 @@ class Root:
         self.index.astray.difference_update(self.deletion.delete(sorted(there - {*stay})))
 
     def known_steps(self) -> list[int] | None:
-        """Returns the committed steps, in order; None if the place is away or refuses."""
+        """Returns the committed steps, in order; None if the root is away or refuses."""
         try:
             return self.reach.ask(self.index.steps)
         except OSError:
@@ -167,7 +167,7 @@ class Root:
         return self.index.state(self.index.listing(), step) == "committed"
 
     def mend(self, step: int, good: StepIndex) -> bool:
-        """Mends a damaged step from its good copy in another place; returns whether it did."""
+        """Mends a damaged step from its good copy in another root; returns whether it did."""
         from jaxckpt._run.heal import heal
 
         path = self.index.path(step)

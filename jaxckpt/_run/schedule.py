@@ -42,7 +42,7 @@ class SavePolicy:
         every_seconds: Saves when this much time has passed since the previous save; 0 for never.
             Several processes agree on the step expected to reach it.
         at_steps: Saves at these steps.
-        first: Saves at the first call, if the run has no step yet.
+        first: Saves at the first call, if the run lacks steps.
         on_preemption: Saves once when the job is about to be stopped. Does not count as a rule:
             without other fields, every call saves.
         continuous: Saves whenever the previous save has ended.

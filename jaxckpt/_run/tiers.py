@@ -1,6 +1,6 @@
-"""A run with a local place in front of its directory: where a step is saved, and goes then.
+"""A run with a local tier in front of its directory: where a step is saved, and goes then.
 
-place     locally, while the disk has room; else in the directory itself
+choose    the local root, while the disk has room; else the directory itself
 follow    a local commit of a step that is due in the directory begins its upload
 finish    waits for all uploads
 """
@@ -29,7 +29,7 @@ _LEAST_ROOM_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """The local place of a run with its directory behind it."""
+    """The local tier of a run with its directory behind it."""
 
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
     uploader: Uploader
@@ -184,7 +184,7 @@ class Tiers:
 
 
 def _check_apart(local: StepIndex, behind: str) -> None:
-    """Raises ValueError unless a place may hold the local steps of the run in a directory."""
+    """Raises ValueError unless a root may hold the local steps of the run in a directory."""
     root = local.root
     if not local.storage.hard_links:
         raise ValueError(f"local must be a directory on a disk of this host, got {root}")

@@ -1,4 +1,4 @@
-"""Copies the steps of a run to another place, such as a bucket, and goes on where it was cut off.
+"""Copies the steps of a run to another root, such as a bucket, and goes on where it was cut off.
 
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
 which is made of the token of the step. So the next upload of the step takes a dead upload over. A
@@ -58,7 +58,7 @@ class Uploaded(NamedTuple):
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
-    """Returns the complete steps of a run that another place lacks, the newest first.
+    """Returns the complete steps of a run that another root lacks, the newest first.
 
     Leaves out steps of an earlier life, since the run went on without them.
     """
@@ -163,7 +163,7 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
 
 
 def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
-    """Replaces a file that was found damaged in older steps by the one that was sent again."""
+    """Replaces a damaged file in older steps by the file that was sent again."""
     storage = target.storage
     target.report(f"{bad} is damaged, so it was sent again")
     for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):

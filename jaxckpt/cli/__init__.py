@@ -3,7 +3,7 @@
     _look           ls, show, du, report      inspect; changes nothing
     _check          verify, diff, scrub       check
     _doctor         doctor                    try out a place for checkpoints
-    _make           convert, export, ...      make new checkpoints from old ones
+    _make           convert, export, ...      make checkpoints from other checkpoints
     _keep           pin, unpin, rm, gc        keep and delete steps
     _app            the parser, and how errors end
     _output         tables, JSON, questions, errors

@@ -303,7 +303,7 @@ def gc(
     Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
     steps being read, incomplete steps and steps of other programs always stay; but in a bucket,
     what interrupted saves and deletions left goes too. First reads the steps that stay while older
-    ones go; if one is damaged, deletes nothing. Moves steps instead if the run was opened with
+    steps go; if any is damaged, deletes nothing. Moves steps instead if the run was opened with
     KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
     from jaxckpt._run.overview import overview

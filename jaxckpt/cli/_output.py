@@ -224,7 +224,7 @@ def confirm(question: str, *, yes: bool) -> None:
 
     Raises:
         ValueError: stdin is not a terminal.
-        Declined: the answer is no.
+        Declined: the user did not agree.
     """
     if yes:
         return

@@ -75,7 +75,7 @@ def inner_shape(
     """Splits a chunk into equal inner chunks of at most `most_bytes`; by default `MAX_UNIT_BYTES`.
 
     Returns None if the chunk is small, or if its sides only have divisors that give tiny pieces.
-    Splits as few dimensions as possible, the first ones first, so that an inner chunk is contiguous
+    Splits as few dimensions as possible, from the first on, so that an inner chunk is contiguous
     in the chunk's memory.
 
     Example:

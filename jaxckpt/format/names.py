@@ -29,7 +29,7 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
       <item>/process_<i>-of-<n>.json   the state of a data iterator, one for each process
       metrics/metrics             JSON
       _jaxckpt.pinned             ours: the step must not be deleted
-      _CHECKPOINT_DELETION        JSON: the item whose deletion has begun, which is no longer read
+      _CHECKPOINT_DELETION        JSON: the item whose deletion has begun; readers skip it
     <run>/_jaxckpt.run            ours: the id of the run
     <run>/_jaxckpt.owner          ours: the job that may commit here, the last to open the run
     <local>/_jaxckpt.disk         ours: distinguishes the local disks of the hosts of a run

@@ -24,7 +24,7 @@ _TABLE: Final = re.compile(rb'\{("\*":\{[^{}]*\},)')  # that entry, which is the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSharding:
-    """A `NamedSharding` as data; a single-device sharding has no axes."""
+    """A `NamedSharding` as data; a single-device sharding lacks axes."""
 
     axis_names: tuple[str, ...] = ()  # of the mesh
     axis_sizes: tuple[int, ...] = ()  # of the mesh

@@ -38,7 +38,7 @@ def is_json(value: object) -> bool:
 
 
 def encode(value: object) -> Any:  # JSON
-    """Returns the value as JSON, or raises TypeError if it has no JSON form."""
+    """Returns the value as JSON, or raises TypeError if it lacks a JSON form."""
     if value is None or type(value) in (bool, str, float):
         return value
     if type(value) is int:

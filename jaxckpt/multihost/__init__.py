@@ -1,7 +1,7 @@
 """Barrier, gather and agree among the processes of a job, each with a time limit.
 
 _protocol     barrier, gather and agree
-_collective   all processes return or all raise: the one place for that
+_collective   makes all processes return or all raise
 _distributed  the rounds over a key-value service
 _service      JAX's coordination service
 _single       one process

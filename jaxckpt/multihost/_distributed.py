@@ -9,7 +9,7 @@ A gather, in O(processes) messages:
    that it got in judging the values.
 4. The others wait for the outcome. A process that times out first puts the outcome "missing".
 5. The outcome is put with create-if-absent: the first wins, and every process, including process 0
-   and late ones, returns or raises accordingly. No process can succeed where another failed.
+   and late processes, returns or raises accordingly. No process can succeed where another failed.
 6. With its next value, a process reports the outcomes it has read. Once all have read an outcome,
    process 0 deletes that round, so a slow reader never loses a key. A round that some process never
    reads remains until the job ends.

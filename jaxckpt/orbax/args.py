@@ -170,7 +170,7 @@ class PyTreeRestore(_OfItem):
         item: A target, which gives the structure; None for the saved one.
         restore_args: A tree of `RestoreArgs`, which give the types.
         transforms: A tree of `Transform`s, which name the sources of the target's leaves.
-        transforms_default_to_original: Whether leaves without a transform are the saved ones.
+        transforms_default_to_original: Whether leaves without a transform are taken as saved.
         legacy_transform_fn: Is refused.
         partial_restore: Whether saved leaves may be missing in the target; leaves that were not
             saved keep the values in the target.
@@ -193,7 +193,7 @@ class JsonSave(_OfItem):
 
 @dataclass
 class JsonRestore(_OfItem):
-    """Restores JSON; `item` has no effect."""
+    """Restores JSON; `item` is ignored."""
 
     item: Any = None
 
@@ -208,7 +208,7 @@ class ArraySave(_OfItem):
 
 @dataclass
 class ArrayRestore(_OfItem):
-    """Restores an array with `restore_args`, which are `RestoreArgs`; `item` has no effect."""
+    """Restores an array with `restore_args`, which are `RestoreArgs`; `item` is ignored."""
 
     item: Any = None
     restore_args: RestoreArgs | None = None

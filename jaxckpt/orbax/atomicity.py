@@ -1,6 +1,6 @@
 """Names for `temporary_path_class`, which programs import from `orbax.checkpoint.path.atomicity`.
 
-They have no effect: jaxckpt renames in file systems, and writes a marker in buckets.
+They are ignored: jaxckpt renames in file systems, and writes a marker in buckets.
 """
 
 

@@ -223,8 +223,8 @@ class CheckpointManager(Run, AbstractCheckpointManager):
             The object; or, if there are several items, a Composite of them.
 
         Raises:
-            FileNotFoundError: there is no such step.
-            KeyError: the step has no such item.
+            FileNotFoundError: the step does not exist.
+            KeyError: the step lacks the item.
         """
         index = self._index if directory is None else index_of(directory, **self._naming)
         if step is None:

@@ -112,7 +112,7 @@ class Checkpointer(AbstractCheckpointer):
         """Restores from a directory; takes args, or the arguments of the handler's args.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
+            FileNotFoundError: the checkpoint does not exist.
         """
         self._wait()
         storage, where = locate(directory)

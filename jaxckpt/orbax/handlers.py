@@ -178,7 +178,7 @@ class AlreadyExistsError(ValueError):
 
 
 class NoEntryError(KeyError):
-    """The registry has no handler for these args."""
+    """The registry lacks a handler for these args."""
 
 
 class DefaultCheckpointHandlerRegistry:

@@ -95,7 +95,7 @@ _PROTOCOLS: Final = ("AtomicRenameTemporaryPath", "CommitFileTemporaryPath")  # 
 
 
 def check(**given: Any) -> None:
-    """Raises NotImplementedError for arguments that would have no effect, and TypeError for others.
+    """Raises NotImplementedError for arguments that would be ignored, and TypeError for others.
 
     The fields of options among them are checked too.
     """

@@ -125,7 +125,7 @@ class PreemptionCheckpointingPolicy(SaveDecisionPolicy):
 
 @dataclass
 class InitialSavePolicy(SaveDecisionPolicy):
-    """Saves if the run has no step."""
+    """Saves if the run lacks steps."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """HTML shared by the notebook and the report: escaped text, styles, a list of facts.
 
-Any text may come from an untrusted checkpoint, so all of it goes through `escape`. There are no
-scripts, and nothing is loaded from elsewhere.
+Any text may come from an untrusted checkpoint, so all of it goes through `escape`. Pages are free
+of scripts, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ def spans_decades(values: Sequence[float]) -> bool:
 
 
 def _not_finite(mark: Mark, x: float) -> str:
-    """Draws a line across a chart for a value that has no height."""
+    """Draws a line across a chart for a value without a height."""
     return (
         f'<g><title>{escape(mark.title)}</title><line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" '
         f'y2="{_HEIGHT - _BOTTOM}" stroke="{BAD}" stroke-width="2" stroke-opacity=".6"/>'

@@ -1,6 +1,6 @@
 """Shows a checkpoint and a manager in a notebook: HTML, from metadata and a few single numbers.
 
-The text may come from untrusted files, so all of it is escaped and truncated; there are no scripts.
+The text may come from untrusted files, so all of it is escaped and truncated, without scripts.
 A large tree is collapsed, and cut with a "… n more".
 """
 

@@ -45,7 +45,7 @@ def metric(
 
     Args:
         run: A manager, or the root of a run, with the policy that its last job recorded.
-        name: The metric. If None, the policy's metric, or else the first one.
+        name: The metric. If None, the policy's metric, or else the first metric.
         ax: The axes to draw into.
 
     Raises:

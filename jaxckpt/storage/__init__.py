@@ -17,7 +17,7 @@ TensorStore is imported only with `jaxckpt.storage._arrays`.
     _large        large files in pieces, and what killed exports left of them
     _values       where the values of a database lie
     _arrays       the only module that imports TensorStore
-    _staged       what TensorStore reads where it has no driver, through memory
+    _staged       what TensorStore reads through memory where it lacks a driver
 """
 
 from __future__ import annotations

@@ -485,7 +485,7 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
     """Returns the storage of a URL, and its path in it: the URL without a slash at its end.
 
     Raises:
-        ValueError: the URL has no valid bucket, or its path has empty, `.` or `..` parts or
+        ValueError: the URL lacks a valid bucket, or its path has empty, `.` or `..` parts or
             control characters.
         UnsupportedFormat: obstore is not installed.
     """

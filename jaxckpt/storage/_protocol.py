@@ -1,4 +1,4 @@
-"""The protocol between jaxckpt and a place for checkpoints."""
+"""The protocol between jaxckpt and a storage for checkpoints."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class StoreSettings:
             store whose conditional writes do not work is refused without it.
         timeout_s: Seconds after which a request has failed, all tries included, or a call to a
             network file system.
-        stall_s: Seconds without a byte after which one try is given up.
+        stall_s: Seconds without a byte after which a try is given up.
         tries: How often a request is sent before it has failed.
         lease_s: Seconds after which the lock of a writer that no longer renews it is over.
     """

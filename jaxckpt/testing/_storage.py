@@ -192,7 +192,7 @@ def _all_below(storage: Storage, path: str) -> list[str]:
 
 @final
 class FailingStorage(_Relay):
-    """A storage in which one call fails, or every call from one on.
+    """A storage in which a call fails, or every call from a certain call on.
 
     Args:
         inner: The storage for the other calls.

@@ -91,7 +91,7 @@ class Context:
         options.FROZEN.reset(frozen)
 
     def check(self) -> None:
-        """Raises NotImplementedError for options that would have no effect, and should have."""
+        """Raises NotImplementedError for options that would be ignored, and should not be."""
         v0_options.check(
             multiprocessing_options=self.multiprocessing,
             use_ocdbt=self.array.saving.use_ocdbt,

@@ -118,7 +118,7 @@ def load(
     """Loads a tree, with the types of a target, or else as Orbax returns it.
 
     Raises:
-        InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
+        InvalidLayoutError: the checkpoint or tree does not exist; it is a ValueError.
         ValueError: the target does not fit.
     """
     target = _standard(abstract_state)
@@ -140,8 +140,8 @@ def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -
     """Loads items by name, onto targets if given; all of them if no target is given.
 
     Raises:
-        InvalidLayoutError: there is no such checkpoint; it is a ValueError.
-        KeyError: there is no such item.
+        InvalidLayoutError: the checkpoint does not exist; it is a ValueError.
+        KeyError: the item does not exist.
     """
     targets = _standard(abstract_checkpointables)
     if targets is not None:
@@ -195,7 +195,7 @@ def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
 
 @contextlib.contextmanager
 def reading_tree(path: PathLike, folder: str) -> Iterator[None]:
-    """Raises InvalidLayoutError where a directory has no file that describes a tree."""
+    """Raises InvalidLayoutError where a directory lacks a file that describes a tree."""
     try:
         yield
     except CorruptCheckpoint as error:

@@ -76,7 +76,7 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
     """Returns the metadata of a tree.
 
     Raises:
-        InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
+        InvalidLayoutError: the checkpoint or tree does not exist; it is a ValueError.
     """
     if has_tensors(path):
         files = tensors(path)

@@ -384,7 +384,7 @@ def for_load(registry: CheckpointableHandlerRegistry, target: Any, name: str, sa
 def check_handler(
     registry: CheckpointableHandlerRegistry, saved_by: str, target: Any, *known: str
 ) -> None:
-    """Raises NoEntryError if a registry has no handler for an item under one of its names."""
+    """Raises NoEntryError if a registry lacks a handler for an item under one of its names."""
     named = {named for _, named in registry.get_all_entries()}
     is_told = bool(saved_by) or target is not None
     if not ({*known} & named or (is_told and None in named)):

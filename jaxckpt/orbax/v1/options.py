@@ -63,7 +63,7 @@ class PyTreeOptions(_Options):
 
     @dataclass(kw_only=True)
     class Saving(_Options):
-        """`pytree_metadata_options` has no effect."""
+        """Ignores `pytree_metadata_options`."""
 
         pytree_metadata_options: Any = None
 
@@ -98,7 +98,7 @@ class ArrayOptions(_Options):
 
         @dataclass(kw_only=True)
         class StorageOptions(_Options):
-            """`dtype` is stored; `chunk_byte_size` and `shard_axes` have no effect."""
+            """Stores `dtype`; ignores `chunk_byte_size` and `shard_axes`."""
 
             dtype: Any = None
             chunk_byte_size: int | None = None
@@ -157,7 +157,7 @@ class ArrayOptions(_Options):
 
 @dataclass(kw_only=True)
 class PathwaysOptions(_Options):
-    """`checkpointing_impl` has no effect."""
+    """Ignores `checkpointing_impl`."""
 
     checkpointing_impl: Any = None
 
@@ -197,7 +197,7 @@ class MemoryOptions(_Options):
 
 @dataclass(kw_only=True)
 class SafetensorsOptions(_Options):
-    """`max_over_read_ratio` and `read_chunk_bytes` have no effect."""
+    """Ignores `max_over_read_ratio` and `read_chunk_bytes`."""
 
     max_over_read_ratio: float | None = None
     read_chunk_bytes: int | None = None

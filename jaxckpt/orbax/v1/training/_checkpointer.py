@@ -220,8 +220,8 @@ class Checkpointer(Run):
         """Loads the tree of a step, the newest by default; see `jaxckpt.orbax.v1.load`.
 
         Raises:
-            StepNotFoundError: there is no such step; it is a FileNotFoundError.
-            KeyError: the step has no such tree.
+            StepNotFoundError: the step does not exist; it is a FileNotFoundError.
+            KeyError: the step lacks the tree.
         """
         _loading.check_target(abstract_state)
         return self.load_checkpointables(step, {checkpointable_name: abstract_state})[
@@ -268,8 +268,8 @@ class Checkpointer(Run):
         """Deletes a step, or one item of it, and returns whether it was there.
 
         Raises:
-            StepNotFoundError: there is no such step; it is a FileNotFoundError.
-            FileNotFoundError: the step has no such item.
+            StepNotFoundError: the step does not exist; it is a FileNotFoundError.
+            FileNotFoundError: the step lacks the item.
             ValueError: the item is the main one.
         """
         number = getattr(step, "step", step)
