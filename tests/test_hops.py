@@ -132,11 +132,11 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1666, 11, 20),
-    "manager open + save": (3615, 14, 37),
-    "open + save, local": (6255, 18, 135),  # its threads may do a little more or less
+    "save again": (1676, 11, 20),
+    "manager open + save": (3676, 14, 37),
+    "open + save, local": (6326, 18, 135),  # its threads may do a little more or less
     "restore(path, like)": (2232, 14, 9),
-    "manager.restore(like)": (2698, 18, 11),
+    "manager.restore(like)": (2712, 18, 11),
     "open": (568, 10, 6),
     "verify": (1753, 15, 17),
 }
@@ -175,14 +175,14 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2407, 1539),
-    "_disk": (4632, 3281),
+    "_disk": (4645, 3287),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
-    "_restore": (2007, 1517),
-    "_run": (7984, 5522),
-    "_save": (2299, 1599),
+    "_restore": (2061, 1545),
+    "_run": (8648, 6005),
+    "_save": (2339, 1632),
     "cli": (3660, 2620),
-    "format": (3204, 2134),
+    "format": (3212, 2140),
     "integrations": (456, 247),
     "multihost": (885, 572),
     "orbax": (6044, 3684),

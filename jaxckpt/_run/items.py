@@ -161,8 +161,7 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         return None
     count = max(counts)
     missing = [i for i in range(count) if names.process_file(i, count) not in inside]
-    elsewhere = checkpoint.is_share and len(missing) == count - 1
-    if len(counts) > 1 or (missing and not elsewhere):
+    if len(counts) > 1 or (missing and not checkpoint.is_share):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )
@@ -173,8 +172,9 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         said = jsontext.expect(jsontext.loads(data, file=file), dict, "the file", file=file)
         form = said.get("form", form)
     files = [names.process_file(i, count) for i in range(count)]
+    elsewhere = [(None, f"{name}/{files[i]}") for i in missing]
     return [
-        _Elsewhere(checkpoint.not_here(f"{name}/{file}"))
+        _Elsewhere(checkpoint.not_here(f"{name}/{file}", elsewhere))
         if i in missing
         else _read_state(checkpoint, path, file, form)
         for i, file in enumerate(files)
