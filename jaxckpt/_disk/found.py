@@ -8,7 +8,7 @@ checkpoints belongs to one save: a file of another save has another digest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -26,6 +26,18 @@ _TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OC
 def lacks_marker(path: str, entries: Container[str]) -> bool:
     """Returns whether a directory of Orbax is a half step: on gs://, it too writes in place."""
     return path.startswith("gs://") and names.COMMIT_MARKER not in entries
+
+
+# An item and a key of its database, or None and the path of a file.
+Wanted = tuple[str | None, str]
+
+
+class NotHere(CheckpointNotFound):
+    """The share of a process lacks what another process has saved on its own disk."""
+
+    def __init__(self, text: str, wanted: Sequence[Wanted]) -> None:
+        super().__init__(text)
+        self.wanted = wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +88,15 @@ class Found:
             f"CheckpointManager, or `jaxckpt rm --item {item}`."
         )
 
-    def not_here(self, what: str) -> CheckpointNotFound:
+    def not_here(self, what: str, wanted: Sequence[Wanted]) -> NotHere:
         """Returns the error for a part that another process has saved on its own disk."""
         assert self.record is not None
         assert self.record.share is not None
         process, count = self.record.share
-        return CheckpointNotFound(
+        text = (
             f"{self.path} has what process {process} of {count} held, and lacks {what}. The whole "
-            "step is in the directory of the run once it is uploaded."
         )
+        return NotHere(f"{text}step is in the directory of the run once it is uploaded.", wanted)
 
     def entries(self, folder: str) -> Entries:
         """Returns the entries of a directory, listed once; empty if the directory is missing.

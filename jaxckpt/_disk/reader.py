@@ -122,7 +122,8 @@ def check_here(item: Item, reads: Sequence[LeafRead]) -> None:
                 what = f'chunk "{key}" has {size} bytes, expected {least_bytes:.0f} or more'
                 raise bad_leaf(read.leaf, item.path, what)
     if lacking:
-        raise item.found.not_here(f'{len(lacking)} chunks, such as "{lacking[0]}"')
+        wanted = [(item.name, key) for key in lacking]
+        raise item.found.not_here(f'{len(lacking)} chunks, such as "{lacking[0]}"', wanted)
 
 
 def _size_of(place: Any) -> int:  # a `Place`, or the value itself

@@ -113,19 +113,15 @@ class Pack:
         return self.pieces[-1].stop
 
     def program(self) -> Any:  # jax's, compiled
-        return _adding(self.mesh, self._words())
+        return _adding(self.mesh, words_for(self.size_bytes))
 
     def ready(self, values: Sequence[Any]) -> Any:
         """Returns the operand of the collective operation, which allocates no more of its own."""
-        words, count = self._words(), self.mesh.size
-        mine = empty(words * 4).view(np.uint32).reshape(1, words)
-        flat = mine.reshape(-1).view(np.uint8)
+        flat = empty(words_for(self.size_bytes) * 4)
         flat.fill(0)
         for piece, value in zip(self._mine(), values, strict=True):
             flat[piece.start : piece.stop] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        rows = {Box((self.index, 0), (self.index + 1, words)): mine}
-        given = NamedSharding(self.mesh, PartitionSpec("process"))
-        return to_device(rows, given, (count, words), mine.dtype)
+        return _rows(self.mesh, self.index, flat)
 
     def move(self, rows: Any) -> Any:
         """Begins the collective operation; every process must call it."""
@@ -162,10 +158,31 @@ class Pack:
     def _mine(self) -> Iterator[Piece]:
         return (piece for piece in self.pieces if piece.process == self.index)
 
-    def _words(self) -> int:
-        """Returns the room for all pieces in 32 bits each, of few sizes, for few compilations."""
-        step = 1 << max(8, self.size_bytes.bit_length() - 4)
-        return -(-self.size_bytes // step) * step // 4
+
+def words_for(size_bytes: int) -> int:
+    """Returns the room for some bytes in words of 32 bits, of few sizes, for few compilations."""
+    step = 1 << max(8, size_bytes.bit_length() - 4)
+    return -(-size_bytes // step) * step // 4
+
+
+def add_up(mesh: Mesh, index: int, mine: Values) -> Values:
+    """Returns the sum of the bytes of all processes, of which only one has each; the rest are zero.
+
+    Args:
+        mesh: Of one device of each process.
+        index: Of this process in it.
+        mine: `uint8[n]`, where n is 4 * `words_for` of something.
+    """
+    added = _adding(mesh, len(mine) // 4)(_rows(mesh, index, mine))
+    return np.asarray(added.addressable_data(0)).view(np.uint8)
+
+
+def _rows(mesh: Mesh, index: int, mine: Values) -> Any:
+    """Returns the bytes of all processes, a row each."""
+    rows = mine.view(np.uint32).reshape(1, -1)
+    given, words = NamedSharding(mesh, PartitionSpec("process")), rows.shape[1]
+    box = Box((index, 0), (index + 1, words))
+    return to_device({box: rows}, given, (mesh.size, words), rows.dtype)
 
 
 def carriers_of(
@@ -199,7 +216,7 @@ def carriers_of(
         elif way.found.once < way.found.direct:
             boxes = boxes_of(way.given, plan.saved.shape)
             carriers.append(_spread(plan, way, boxes, size, direct_bytes))
-    if packed and (mesh := _one_each(processes, devices or jax.devices())):
+    if packed and (mesh := one_each(processes, devices or jax.devices())):
         sizes = [size_of(plan.saved) for plan, _ in packed]
         for i, some in enumerate(grouped(packed, sizes, most_bytes)):
             plans, direct = zip(*some, strict=True)
@@ -211,7 +228,7 @@ def carriers_of(
     return carriers
 
 
-def _one_each(processes: Processes, devices: Sequence[Any]) -> Mesh | None:
+def one_each(processes: Processes, devices: Sequence[Any]) -> Mesh | None:
     """Returns a mesh of one device of each process, or None if a process lacks one."""
     first: dict[int, Any] = {}
     for device in devices:

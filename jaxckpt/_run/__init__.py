@@ -32,6 +32,8 @@ A local tier in front of the directory:
     tiers        where a step is saved, and goes then
     local        which steps on a disk are of this run
     shares       what each process saved on the disk of its own host
+    disks        what the disk of a process has of a step, for other processes
+    coverage     a step restored from the disks of all hosts together
     upload       a step copied to another root
     uploader     the thread that uploads for a manager
     reach        a root that may not answer

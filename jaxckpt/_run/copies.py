@@ -15,10 +15,11 @@ class Copy(NamedTuple):
     root: int  # the index of the root; the nearest is 0
     # The processes whose disks lack it, where each has its own; they read it in the directory.
     lacking: tuple[int, ...] = ()
+    is_united: bool = False  # whether the processes read it from each other's disks: `coverage`
 
     def root_of(self, process: int) -> int:
         """Returns the index of the root where a process reads it."""
-        return self.root + 1 if process in self.lacking else self.root
+        return self.root + (process in self.lacking and not self.is_united)
 
 
 def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
@@ -90,6 +91,34 @@ def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]]
         i: "lacks its part" if save is None else "has its part of another save"
         for i, save in others.items()
     }
+
+
+def with_united(
+    copies: Sequence[Copy], disks: Disks, directory: Mapping[int, str | None]
+) -> list[Copy]:
+    """Returns the copies to try, and those that all disks together may have, of one save.
+
+    A process whose disk lacks a step reads it from other disks rather than from the directory.
+
+    Args:
+        copies: The result of `over_disks`.
+
+    Example:
+        >>> disks = [{10: "a", 20: "b"}, {10: "a"}]
+        >>> [copy[:4] for copy in with_united(over_disks(disks, {}), disks, {})]
+        [(20, 0, (1,), True), (10, 0, (), False), (10, 0, (), True)]
+    """
+    united = []
+    for step in set().union(*disks):
+        lacking = tuple(i for i, disk in enumerate(disks) if step not in disk)
+        save, *others = {disk[step] for disk in disks if step in disk}
+        if not others and directory.get(step, save) == save:
+            united.append(Copy(step, 0, lacking, True))
+
+    def order(copy: Copy) -> tuple[int, ...]:
+        return -copy.step, copy.root, copy.is_united ^ bool(copy.lacking)
+
+    return sorted([*copies, *united], key=order)
 
 
 class Saved(NamedTuple):

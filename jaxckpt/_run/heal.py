@@ -56,7 +56,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     )
     if theirs.record is None or not is_alike or (theirs.is_share and ours is None):
         raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
-    if theirs.is_share and ours is not None:
+    if theirs.is_share and ours is not None and not ours.is_share:
         return _mend_with_part(bad, ours, good, step)
     if ours is None or not ours.is_share:
         _check_good(verify_in(theirs.storage, theirs.path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -159,6 +159,7 @@ class States:
 
     def all(self, value: object = None) -> list[Any]:  # JSON, or bytes
         """Reads the states of all processes, as `set_state` takes them."""
+        self._check_here(range(self.count))
         return [self._read(i, value) for i in range(self.count)]
 
     def of(self, value: Any, processes: Processes) -> Any:  # JSON, or bytes
@@ -168,6 +169,7 @@ class States:
             TreeMismatch: the states are of another number of processes, and cannot be divided anew.
         """
         if self.count == processes.count:
+            self._check_here([processes.index])
             return self._read(processes.index, value)
         states = self.all(value)
         if callable(getattr(value, "merge_states", None)):
@@ -185,10 +187,14 @@ class States:
             f"states in restore_items()[{self.name!r}] into {processes.count}."
         )
 
+    def _check_here(self, processes: Iterable[int]) -> None:
+        inside = self.checkpoint.contents(self.path)
+        files = [names.process_file(i, self.count) for i in processes]
+        if lacking := [f"{self.name}/{file}" for file in files if file not in inside]:
+            raise self.checkpoint.not_here(lacking[0], [(None, file) for file in lacking])
+
     def _read(self, process: int, value: object) -> Any:  # JSON, or bytes
         file = names.process_file(process, self.count)
-        if file not in self.checkpoint.contents(self.path):
-            raise self.checkpoint.not_here(f"{self.name}/{file}")
         data = self.checkpoint.read(self.path, file)
         state = jsontext.loads(data, file=f"{self.path}/{file}")
         if self.form == "json":
@@ -219,8 +225,8 @@ def read_states(checkpoint: Found, name: str) -> States | None:
     if not counts:
         return None
     count = max(counts)
-    missing = sum(names.process_file(i, count) not in inside for i in range(count))
-    if len(counts) > 1 or missing not in (0, count - 1 if checkpoint.is_share else 0):
+    missing = any(names.process_file(i, count) not in inside for i in range(count))
+    if len(counts) > 1 or (missing and not checkpoint.is_share):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )

@@ -203,6 +203,7 @@ class CheckpointManager:
             processes=self._processes,
             keep=keep,
             timeout_s=timeout_s,
+            budget_bytes=budget_bytes,
             writes=writes,
             on_damage=self._saver.incremental.clear,
         )
@@ -517,7 +518,7 @@ class CheckpointManager:
         self._begin_call()
         if self._tiers is None:
             return next(filter(self._index.is_whole, self._index.newest_first()), None)
-        for step, i, _ in self._resume.newest_first():
+        for step, i, *_ in self._resume.newest_first():
             index = self._roots[i].index
             if index.is_committed(step) and index.is_whole(step):
                 return step

@@ -21,7 +21,8 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, unusable
+from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, unusable, with_united
+from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
@@ -62,6 +63,7 @@ class Resume:
     processes: Processes
     keep: KeepPolicy  # ranks the steps
     timeout_s: float
+    budget_bytes: int  # host memory for what comes from other disks
     writes: bool  # if True, sets damaged steps aside; if False, leases steps while reading
     on_damage: Callable[[], None]  # called when a copy is found damaged
 
@@ -82,8 +84,8 @@ class Resume:
                 is_latest = known and step == "latest"
                 led.value = [copies, self._useless(copies, *known) if is_latest else None]
         if (useless := led.value[1]) is not None:
-            self._report_useless(useless)
-        return [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value[0]]
+            self._report_alike(useless)
+        return [Copy(step, root, tuple(lacks), one) for step, root, lacks, one in led.value[0]]
 
     def _useless(self, copies: list[Copy], disks: Disks, hosts: Sequence[str]) -> str | None:
         """Describes a step that some of the disks lack, if it is newer than all copies."""
@@ -94,7 +96,7 @@ class Resume:
         lacks = f"{self._name} does not have it"
         return f"step {step} on the local disks cannot be used: {who}. {lacks}"
 
-    def _report_useless(self, text: str) -> None:
+    def _report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
         index = self.roots[0].index
         if self.processes.index == 0:
@@ -130,7 +132,8 @@ class Resume:
             return newest_first(found)
         index, local = self.roots[-1].index, set().union(*disks)
         there = found.get(len(self.roots) - 1, ())
-        return over_disks(disks, {n: origin_in(index, n) if n in local else None for n in there})
+        durable = {n: origin_in(index, n) if n in local else None for n in there}
+        return with_united(over_disks(disks, durable), disks, durable)
 
     def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
@@ -199,7 +202,8 @@ class Resume:
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
-            The step to try first, the step read, and its value.
+            The step to try first, or -1 if the run did not count on the step read; that step, and
+            its value.
 
         Raises:
             CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
@@ -218,15 +222,18 @@ class Resume:
         for copy in copies:
             if damaged and not fallback and copy.step != copies[0].step:
                 break
-            read = partial(self._try, copy, reading, avoids_marked=fallback and avoids_marked)
+            try_ = self._try_united if copy.is_united else self._try
+            read = partial(try_, copy, reading, avoids_marked=fallback and avoids_marked)
             attempt = read()
-            if attempt.problem is not None:
+            if attempt.problem is not None and not copy.is_united:
                 attempt = read()  # damaged only if seen twice
             if attempt.problem is None:
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
                     self._settle(failed, copy)
-                return copies[0].step, copy.step, attempt.value
+                return -1 if copy.is_united else copies[0].step, copy.step, attempt.value
+            if copy.is_united:  # it says what each disk lacks, too
+                damaged = [one for one in damaged if one.is_corrupt or one.copy.step != copy.step]
             damaged.append(attempt)
             self.on_damage()
         if any(attempt.is_marked for attempt in damaged):
@@ -251,14 +258,19 @@ class Resume:
         reading: Callable[[StepIndex, int], Callable[[Check], Any]],
         *,
         avoids_marked: bool,
+        index: StepIndex | None = None,
     ) -> _Attempt:
-        """Reads a step in all processes, which agree on its damage; raises other errors."""
+        """Reads a step in all processes, which agree on its damage; raises other errors.
+
+        Args:
+            index: Where to read it, if not where the copy is.
+        """
         step, root = copy.step, self._root_of(copy)
-        read, value, error = reading(root.index, step), None, None
+        read, value, error = reading(index or root.index, step), None, None
         try:
             with nullcontext(True) if self.writes else root.leases.protect(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
-                value = read(partial(self._check, copy, there, avoids_marked))
+                value = read(partial(self._check, index or root.index, step, there, avoids_marked))
         except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
             raise
         except Exception as caught:  # reported to the others, then judged
@@ -290,19 +302,61 @@ class Resume:
             is_mine=bool(mark),
         )
 
+    def _try_united(
+        self,
+        copy: Copy,
+        reading: Callable[[StepIndex, int], Callable[[Check], Any]],
+        *,
+        avoids_marked: bool,
+    ) -> _Attempt:
+        """Reads a step from the disks of all processes; mends what is damaged on this one."""
+        share, limits = (
+            self.roots[0],
+            {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s},
+        )
+        with Coverage(
+            share=share.index, step=copy.step, processes=self.processes, **limits
+        ) as disks:
+            problem, error = disks.introduce(), None
+            while problem is None:
+                attempt = self._try(copy, reading, avoids_marked=avoids_marked, index=disks.index)
+                if attempt.problem is None or attempt.is_marked:
+                    break
+                error = attempt.error if attempt.is_mine else None
+                problem = disks.complete(error)
+            else:
+                return _Attempt(
+                    copy=copy,
+                    value=None,
+                    problem=problem,
+                    is_corrupt=False,
+                    is_marked=False,
+                    error=CheckpointNotFound(problem),
+                    is_mine=error is not None,
+                )
+            if attempt.problem is None:
+                self._report_alike(disks.said())
+                if disks.is_damaged:
+                    share.mend(copy.step, disks.index)
+            return attempt
+
     def _check(
-        self, copy: Copy, there: bool, avoids_marked: bool, found: Found | None = None
+        self,
+        index: StepIndex,
+        step: int,
+        there: bool,
+        avoids_marked: bool,
+        found: Found | None = None,
     ) -> None:
         """Checks a step before it is found, or that it is not marked."""
-        index = self._root_of(copy).index
         if found is None:
-            index.check_there(copy.step)
+            index.check_there(step)
             if not there:
-                raise CheckpointNotFound(f"{index.path(copy.step)} is being deleted")
+                raise CheckpointNotFound(f"{index.path(step)} is being deleted")
         elif found.differences and avoids_marked:
             raise _Marked(marked_as(found), file=f"{found.path}/{names.RECORD}")
         elif found.differences:
-            index.report(f"step {copy.step} is restored, though {marked_as(found)}")
+            index.report(f"step {step} is restored, though {marked_as(found)}")
 
     def _root_of(self, copy: Copy) -> Root:
         """Returns where this process reads a copy."""
@@ -317,6 +371,10 @@ class Resume:
         """Mends a damaged copy or sets it aside, if this process may; else reports it."""
         error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
         leads = self.writes and (failed.is_mine if root.own else self.processes.index == 0)
+        if failed.copy.is_united or (good.is_united and good.step == step):
+            if good.step != step:  # else it is mended already, or other copies did
+                self._report_alike(str(failed.problem))
+            return
         if not (leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
         elif good.step != step or not root.mend(step, self._root_of(good).index):

@@ -320,6 +320,11 @@ ROWS = {
         "named, the step is marked, and the step before is restored",
         count=104,
     ),
+    "55": Row(
+        title="hosts with disks of their own that are new, fewer, more or numbered otherwise, or "
+        "have a flipped bit: a step restores whose chunks are all on some disk, and no wrong value",
+        count=109,
+    ),
 }
 
 

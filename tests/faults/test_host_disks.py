@@ -190,19 +190,25 @@ def test_disks_of_an_older_release_go_on(train, tmp_path):
     assert [one["start"] for one in train(0)] == [6, 6]
 
 
+ALL = ["split", "whole", "count"]
+
+
 @pytest.mark.parametrize(
-    "part",
+    ("part", "kinds", "read"),
     [
-        "d",
+        ("d", ["split"], ["run", "run"]),  # a chunk that no other disk has
+        ("d", ALL, ["host0", "host1"]),
         *(
-            pytest.param(part, marks=pytest.mark.slow)
-            for part in ("ocdbt.process_held", "_METADATA", "gone")
+            pytest.param(part, ALL, ["host0", "host1"], marks=pytest.mark.slow)
+            for part in ("ocdbt.process_held", "gone")
         ),
+        # With it goes the position that only this disk has.
+        pytest.param("_METADATA", ALL, ["run", "run"], marks=pytest.mark.slow),
     ],
 )
-def test_a_damaged_share_is_mended(train, tmp_path, part):
-    """All read the step in the directory, and then its chunks go to the disk that lacks them."""
-    train(4)
+def test_a_damaged_share_is_mended(train, tmp_path, part, kinds, read):
+    """All read the chunks where they are good, which then go to the disk that lacks them."""
+    train(4, args=[kinds])
     share = tmp_path / "host1" / "local" / "share_0" / "4"
     if part == "gone":
         max((share / "state" / "d").iterdir(), key=size_of).unlink()
@@ -212,14 +218,14 @@ def test_a_damaged_share_is_mended(train, tmp_path, part):
         damage(share / "state" / part)
     assert not jaxckpt.verify(share).ok
 
-    said = train(0)
+    said = train(0, args=[kinds])
 
     assert [one["start"] for one in said] == [4, 4]
-    assert places(said, tmp_path) == ["run", "run"]
+    assert places(said, tmp_path) == read
     assert any("is mended from" in problem for problem in said[1]["problems"])
     assert not any("is mended from" in problem for problem in said[0]["problems"])
     assert jaxckpt.verify(share).ok
-    assert places(train(0), tmp_path) == ["host0", "host1"]
+    assert places(train(0, args=[kinds]), tmp_path) == ["host0", "host1"]
 
 
 def size_of(path):
@@ -228,11 +234,11 @@ def size_of(path):
 
 def test_a_damaged_share_that_only_one_disk_has_is_set_aside(train, tmp_path):
     """The step before is restored; the other host's part stays."""
-    train(5)
+    train(5, args=[["split"]])
     shares = [tmp_path / f"host{i}" / "local" / "share_0" for i in TWO]
-    damage(shares[1] / "5" / "state" / "ocdbt.process_held" / "d")
+    damage(shares[1] / "5" / "state" / "d")
 
-    said = train(0)
+    said = train(0, args=[["split"]])
 
     assert [one["start"] for one in said] == [4, 4]
     assert places(said, tmp_path) == ["host0", "host1"]
@@ -305,7 +311,7 @@ def test_scrub_mends_a_share(train, run_processes, tmp_path):
 
 
 def test_other_process_ids_read_what_is_there(train, tmp_path):
-    """What all hosts hold is on each disk; parts of others are read from the directory."""
+    """What all hosts hold is on each disk; parts of others are read from their disks."""
     train(5, args=[["whole", "count"], False])
     said = train(0, hosts=[1, 0], args=[["whole", "count"], False])
     assert [one["start"] for one in said] == [5, 5]
@@ -317,15 +323,17 @@ def test_other_process_ids_read_what_is_there(train, tmp_path):
     shutil.rmtree(tmp_path / "host1")
     train(5)
     said = train(0, hosts=[1, 0])
-    assert [one["start"] for one in said] == [4, 4]
+    assert [one["start"] for one in said] == [5, 5]
+    assert places(said, tmp_path) == ["host1", "host0"]
 
 
-def test_another_number_of_processes_reads_the_directory(train):
+def test_another_number_of_processes_reads_all_disks(train, tmp_path):
     train(5, args=[["split"], False])
 
     said = train(0, hosts=[0, 1, 2], devices_per_process=2, args=[["split"], False])
 
-    assert [one["start"] for one in said] == [4] * 3
+    assert [one["start"] for one in said] == [5] * 3
+    assert places(said, tmp_path) == ["host0", "host1", "host2"]
 
 
 def test_processes_of_a_host_share_its_disk(train, tmp_path):

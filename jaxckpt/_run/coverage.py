@@ -1,0 +1,337 @@
+"""Restores a local step from the disks of all hosts together, whoever wrote its chunks.
+
+introduce    a process whose disk lacks the step gets what is alike in all shares: the small files
+need         each process plans its restore, and finds the chunks that its own disk lacks
+choose       each process reports which of them it has, checked; one of these sends each chunk
+carry        XLA adds up what the processes send, with zeros for the rest
+read         from a copy beside the share: links to its files, and files with what has come
+
+The shares stay as they are. The copy is in a temporary directory, which goes after the restore; if
+the process dies, the next job removes it. If a chunk is on no disk, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import posixpath
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+
+from jaxckpt._core.spread import grouped
+from jaxckpt._core.text import counted, size_text
+from jaxckpt._disk.commit import Work
+from jaxckpt._disk.find import find
+from jaxckpt._disk.found import Found, NotHere, Wanted
+from jaxckpt._disk.places import Table, unite
+from jaxckpt._disk.transaction import Transaction, begin
+from jaxckpt._restore.carry import add_up, one_each, words_for
+from jaxckpt._run.copies import Saved, astray
+from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline
+from jaxckpt._run.index import StepIndex
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.format import names
+from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place
+from jaxckpt.multihost import Json, Processes, meet
+
+_FAILURES: Final = (CheckpointError, OSError, ValueError)
+_MOST_TOLD: Final = 8  # processes in a message
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Coverage:
+    """One step on the disks of several hosts, while all processes read it: a context manager."""
+
+    share: StepIndex  # the steps on this process's disk
+    step: int
+    processes: Processes
+    budget_bytes: int
+    timeout_s: float
+    index: StepIndex = field(init=False)  # where this process reads the step
+    come: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
+    _disk: Disk | None = None
+    _outline: Outline = field(init=False)
+    _scratch: str = field(init=False)
+    _copies: int = 0
+    is_damaged: bool = False  # whether this disk may have bad chunks or files
+    _needs: set[Wanted] = field(default_factory=set)
+    _lacks: set[Wanted] = field(default_factory=set)
+    _came: dict[Wanted, Entry] = field(default_factory=dict)
+    _attempts: list[Transaction] = field(default_factory=list)
+    _who: str = ""  # the processes without the step
+
+    def __enter__(self) -> Coverage:
+        path = self.share.path(self.step)
+        name = names.temporary(posixpath.basename(path), secrets.token_hex(8))
+        self._scratch = f"{self.share.root}/{name}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for attempt in self._attempts:
+            attempt.release()
+        try:
+            self.share.storage.delete(self._scratch)
+        except OSError as error:
+            self.share.warn(f"{self._scratch} cannot be removed now: {error}")
+
+    def introduce(self) -> str | None:
+        """Lets every process read the step as if its disk had none of the chunks.
+
+        Returns:
+            A problem, alike in all processes; None if they can.
+        """
+        path = self.share.path(self.step)
+        try:
+            self._disk = Disk(find(self.share.storage, path))
+        except _FAILURES:  # it is missing or damaged
+            self.is_damaged = self.step in self.share.steps()
+        outline = None if self._disk is None else self._disk.outline
+        newest = self.share.steps()[-1:]
+        lives = [
+            list(self.share.saved(n)) for n in {*newest, *[self.step] * (self._disk is not None)}
+        ]
+        mine = [socket.gethostname(), outline is not None, lives]
+        first, self._who, is_astray = self._gather("disks", mine, partial(_first, self.step))
+        if is_astray:
+            return self._unusable("the run went on without it on another disk")
+        if first is None or jax.process_count() != self.processes.count:
+            return self._unusable("no disk has what is alike in all parts")
+        if self._who:
+            is_first = self.processes.index == first
+            given = base64.b64encode(outline or b"").decode() if is_first else None
+            sent = self._gather("outline", given, lambda all_: all_[first])
+            outline = outline or base64.b64decode(sent)
+        assert outline is not None
+        self._outline = decode_outline(outline, f"{path}/{names.RECORD}")
+        return self._together("introduced", lambda: self._commit(self._begin(), {}))
+
+    def complete(self, error: Exception | None) -> str | None:
+        """Lets every process read what it lacked in its last try.
+
+        Args:
+            error: Why this process could not read the step, if so.
+
+        Returns:
+            A problem, alike in all processes; None if another try may succeed.
+        """
+        asks = {*error.wanted} - self._needs if isinstance(error, NotHere) else set()
+        is_suspect = isinstance(error, CorruptCheckpoint) and not self.is_damaged
+        self._needs |= asks
+        self.is_damaged |= is_suspect
+        here = self._entries(self._needs, checks=self.is_damaged)
+        self._lacks = self._needs - {*here, *self._came}
+        told = [socket.gethostname(), sorted(self._lacks, key=str), bool(asks) or is_suspect]
+        keys, who, goes_on = self._gather("lacks", told, _united)
+        if not goes_on:
+            return self._unusable(f"it cannot be read: {error}")
+        union: list[Wanted] = [(item, key) for item, key in keys]
+        have = self._entries({*union}, checks=True)
+        sizes = [list(have[one].sizes) if one in have else [0, 0] for one in union]
+        chosen = self._gather("chunks", sizes, choose)
+        missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
+        if missing:
+            self._who = self._who or who
+            more = f", such as {missing[0][1]!r}," if len(missing) > 1 else f" {missing[0][1]!r}"
+            are = "are" if len(missing) > 1 else "is"
+            return self._unusable(f"{counted(len(missing), 'chunk')}{more} {are} on no disk")
+        return self._carry(union, chosen, have, here)
+
+    def said(self) -> str:
+        """Returns what came from other disks."""
+        count, size = self.come
+        lacked = f": {self._who}" if self._who else ""
+        return (
+            f"step {self.step} was restored from the disks of several hosts{lacked}; "
+            f"{counted(count, 'chunk')} of {size_text(size)} were sent"
+        )
+
+    def _unusable(self, why: str) -> str:
+        who = f"{self._who}, and " if self._who else ""
+        return f"step {self.step} on the local disks cannot be used: {who}{why}"
+
+    def _entries(self, wanted: AbstractSet[Wanted], *, checks: bool) -> dict[Wanted, Entry]:
+        try:
+            budget = self.budget_bytes if checks else 0
+            return {} if self._disk is None else self._disk.entries(wanted, budget)
+        except _FAILURES:  # other disks may have them
+            return {}
+
+    # --- carrying --------------------------------------------------------------------------------
+
+    def _carry(
+        self,
+        union: Sequence[Wanted],
+        chosen: Sequence[Sequence[int]],
+        have: Mapping[Wanted, Entry],
+        here: Mapping[Wanted, Entry],
+    ) -> str | None:
+        """Sends chunks, and makes the copy that has them."""
+        attempt, problem, mesh = None, None, one_each(self.processes, jax.devices())
+        try:
+            attempt = self._begin()
+            if mesh is None:  # alike in all
+                raise ValueError("a process has no device")
+        except _FAILURES as error:
+            problem = error
+        totals = [size + tail for _, size, tail in chosen]
+        for group in grouped(range(len(union)), totals, self.budget_bytes // 8):
+            mine, at = np.zeros(words_for(sum(totals[i] for i in group)) * 4, np.uint8), 0
+            try:
+                for i in group if problem is None else ():
+                    if chosen[i][0] == self.processes.index:
+                        assert self._disk is not None
+                        data = self._disk.read(have[union[i]])
+                        mine[at : at + totals[i]] = np.frombuffer(data, np.uint8)
+                    at += totals[i]
+            except Exception as error:  # reported to the others
+                problem = error
+            if told := self._meet("carry", problem):
+                return told
+            try:
+                assert attempt is not None
+                assert mesh is not None
+                added = add_up(mesh, self.processes.index, mine)
+                self._take(attempt, [(union[i], chosen[i]) for i in group], added)
+            except Exception as error:  # reported in the next round
+                problem = error
+
+        def end() -> None:
+            if problem is not None:
+                raise problem
+            assert attempt is not None
+            self._commit(attempt, {**here, **self._came})
+
+        return self._together("covered", end)
+
+    def _take(
+        self, attempt: Transaction, some: Sequence[tuple[Wanted, Sequence[int]]], data: Any
+    ) -> None:
+        """Keeps what this process lacks of the values that have come, in files of the new copy."""
+        piles: dict[str, list[tuple[Wanted, bytes]]] = {}
+        at = 0
+        for one, (_, size, tail) in some:
+            value, sums = data[at : at + size], data[at + size : at + size + tail]
+            at += size + tail
+            self.come = [self.come[0] + 1, self.come[1] + size]
+            if one not in self._lacks:
+                continue
+            item, (units, found) = one[0], sums.view("<u4").reshape(2, -1).tolist()
+            folder = "" if item is None else posixpath.join(attempt.path, item).rstrip("/")
+            self._came[one] = Entry(folder, value.tobytes(), units, found)
+            if item is not None and size > MAX_INLINE_BYTES:
+                piles.setdefault(item, []).append((one, value.tobytes()))
+        for item, pile in piles.items():
+            file, start = names.new_data_file(), 0
+            folder = posixpath.join(attempt.work, item).rstrip("/")
+            attempt.storage.make_dir(f"{folder}/{names.OCDBT_DATA}")
+            attempt.storage.write(f"{folder}/{file}", [value for _, value in pile])
+            for one, value in pile:
+                place = Place(file, start, len(value))
+                self._came[one] = self._came[one]._replace(place=place)
+                start += len(value)
+
+    def _begin(self) -> Transaction:
+        storage, name = self.share.storage, posixpath.basename(self.share.path(self.step))
+        self._copies += 1
+        attempt = begin(storage, f"{self._scratch}/{self._copies}/{name}", overwrite=False)
+        self._attempts.append(attempt)
+        return attempt
+
+    def _commit(self, attempt: Transaction, entries: Mapping[Wanted, Entry]) -> None:
+        """Makes a copy of the step with some chunks, and lets this process read it."""
+        storage, record, files = attempt.storage, self._outline.record, {**self._outline.files}
+        work = Work(attempt.work, "", own=True)
+        for item, described in self._outline.tables.items():
+            mine = {key: entry for (one, key), entry in entries.items() if one == item}
+            folder = posixpath.join(work.path, item).rstrip("/")
+            table = Table({**described.places, **{key: one.place for key, one in mine.items()}})
+            for source, file in {
+                (entry.folder, entry.place.file)
+                for entry in mine.values()
+                if isinstance(entry.place, Place)
+            }:
+                storage.make_dir(posixpath.dirname(f"{folder}/{file}"))
+                if storage.kind(f"{folder}/{file}") is None:
+                    storage.link(f"{source}/{file}", f"{folder}/{file}")
+            sums = np.zeros(self._outline.sums[item], "<u4")
+            for entry in mine.values():
+                sums[[*entry.units]] = entry.sums
+            files[posixpath.join(item, names.CHUNK_SUMS)] = sums.tobytes()
+            manifest, _ = unite(storage, folder, [table], [], work)
+            files[posixpath.join(item, names.OCDBT_MANIFEST)] = manifest
+        for (item, file), entry in entries.items():
+            if item is None:
+                assert isinstance(entry.place, bytes)
+                files[file] = entry.place
+        for folder in {posixpath.dirname(file) for file in files}:
+            storage.make_dir(posixpath.join(work.path, folder).rstrip("/"))
+        found = Found(storage=storage, path=self.share.path(self.step), record=record)
+        attempt.commit(
+            files,
+            lineage={"by": "upload", "path": found.path, "token": found.origin},
+            item=record.item,
+            share=(self.processes.index, self.processes.count),
+            life=record.life,
+            differences=record.differences,
+        )
+        root = posixpath.dirname(attempt.path)
+        self.index = StepIndex(storage, root, naming=self.share.naming, quiet=True)
+
+    # --- meeting ---------------------------------------------------------------------------------
+
+    def _gather(self, name: str, value: Json, judge: Callable[[list[Any]], Json]) -> Any:  # JSON
+        limit_s = self.timeout_s
+        return self.processes.gather(f"coverage {name}", value, judge, timeout_s=limit_s)
+
+    def _meet(self, name: str, problem: Exception | None) -> str | None:
+        """Returns what failed in any process, alike in all."""
+        name = f"coverage {name}"
+        met = meet(self.processes, name, None, problem, timeout_s=self.timeout_s)
+        told = "; ".join(f"process {i}: {text}" for i, text in met.problems.items())
+        return self._unusable(told) if met.failed else None
+
+    def _together(self, name: str, do: Callable[[], object]) -> str | None:
+        problem = None
+        try:
+            do()
+        except Exception as error:  # reported to the others
+            problem = error
+        return self._meet(name, problem)
+
+
+def _first(step: int, given: list[Any]) -> Json:
+    """Returns who has a step first, which processes lack it, and whether the run left it behind.
+
+    Args:
+        given: The host of each process, whether its disk has the step, and how the run got to the
+            step and to the newest one there.
+    """
+    first = next((i for i, (_, has, _) in enumerate(given) if has), None)
+    lives = [
+        Saved(number, tuple(map(tuple, starts)), run)
+        for _, _, some in given
+        for number, starts, run in some
+    ]
+    lacking = {i: host for i, (host, has, _) in enumerate(given) if not has}
+    return [first, _told(lacking, "its part"), step in astray(lives, None)]
+
+
+def _united(given: list[Any]) -> Json:
+    """Returns what any process lacks, these processes, and whether another try may succeed."""
+    keys = {tuple(one) for _, lacks, _ in given for one in lacks}
+    who = {i: host for i, (host, lacks, _) in enumerate(given) if lacks}
+    return [sorted(keys, key=str), _told(who, "chunks"), any(new for *_, new in given)]
+
+
+def _told(hosts: Mapping[int, str], what: str) -> str:
+    told = [f"process {i} on {host} lacks {what}" for i, host in hosts.items()]
+    more = f"; {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    return "; ".join(told[:_MOST_TOLD]) + more

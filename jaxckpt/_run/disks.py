@@ -1,0 +1,193 @@
+"""What the disk of a process has of a local step, for the other processes; see `coverage`.
+
+outline    what is alike in the shares of all processes: small files, the metadata of the arrays
+entry      a chunk, or a file of one process, with the checksums to record of it
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from jaxckpt._core.box import Box, tile, whole
+from jaxckpt._disk.checksums import starts_of, units_in
+from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.find import open_item
+from jaxckpt._disk.found import Found, Wanted
+from jaxckpt._disk.native import Item
+from jaxckpt._disk.places import Table, decode_table, encode_table
+from jaxckpt._disk.reader import keys_here, read_leaves
+from jaxckpt.format import names
+from jaxckpt.format.arrays import chunk_key, dtype_of
+from jaxckpt.format.ocdbt import Place, decode_leaves, encode_leaves
+from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
+from jaxckpt.format.tree import Leaf
+from jaxckpt.storage._values import read_place
+
+# What unites the parts of all processes.
+_UNITED: Final = (
+    names.CHUNK_SUMS,
+    names.OCDBT_MANIFEST,
+    f"{names.OCDBT_DATA}/",
+    names.OCDBT_PROCESS,
+)
+# Each copy has its own of these.
+_OWN: Final = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
+
+
+class Entry(NamedTuple):
+    """A chunk, or a small file, on the disk of this process."""
+
+    folder: str  # of the item
+    place: bytes | Place
+    units: Sequence[int] = ()  # the numbers of its checksums
+    sums: Sequence[int] = ()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of the value, and of its checksums with their numbers."""
+        place = self.place
+        return len(place) if isinstance(place, bytes) else place.size, 8 * len(self.units)
+
+
+class Outline(NamedTuple):
+    """What is alike in the shares of all processes."""
+
+    record: Record
+    files: Mapping[str, bytes]  # the small files, by path in the step
+    tables: Mapping[str, Table]  # the metadata of its arrays, by item
+    sums: Mapping[str, int]  # how many checksums an item has
+
+
+def encode_outline(found: Found, items: Mapping[str, Item]) -> bytes:
+    """Reads what other shares have too.
+
+    Args:
+        items: Its trees with arrays.
+    """
+    united = tuple(posixpath.join(item, part) for item in items for part in _UNITED)
+    record, sizes = f"{found.path}/{names.RECORD}", found.recorded(found.path)
+    given = {"record": found.storage.read(record, max_bytes=MAX_RECORD_BYTES)}
+    for file in sizes:
+        if not file.startswith((*united, *_OWN)):
+            given[f"file {file}"] = _read(found, file)
+    for item, opened in items.items():
+        described = {k: v for k, v in keys_here(opened).items() if k.endswith(names.ZARR3)}
+        count = sizes[posixpath.join(item, names.CHUNK_SUMS)].size // 4
+        given[f"item {item}"] = encode_table(Table(described, [count], [0]))
+    return encode_leaves(given)
+
+
+def decode_outline(data: bytes, file: str) -> Outline:
+    """Decodes it; `file` is the record's, for messages."""
+    given: Any = decode_leaves(data)
+    record = decode_record(given.pop("record"), file=file)
+    files = {name[5:]: one for name, one in given.items() if name.startswith("file ")}
+    tables = {name[5:]: decode_table(x) for name, x in given.items() if name.startswith("item ")}
+    sums = {item: table.units[0] for item, table in tables.items()}
+    return Outline(record, files, tables, sums)
+
+
+def choose(given: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """Returns which process sends each chunk, and its sizes there, which are 0 if none has it.
+
+    Args:
+        given: For each process and chunk, the sizes on its disk.
+
+    Example:
+        >>> choose([[[4, 8], [4, 8], [0, 0]], [[4, 8], [4, 8], [0, 0]]])
+        [[0, 4, 8], [1, 4, 8], [0, 0, 0]]
+    """
+    sent, chosen = [0] * len(given), []
+    for sizes in zip(*given, strict=True):
+        have = [i for i, size in enumerate(sizes) if sum(size)] or [0]
+        sender = min(have, key=sent.__getitem__)
+        sent[sender] += sum(sizes[sender])
+        chosen.append([sender, *sizes[sender]])
+    return chosen
+
+
+@final
+class Disk:
+    """A step on the disk of this process."""
+
+    def __init__(self, found: Found) -> None:
+        """Opens its trees.
+
+        Raises:
+            CheckpointError, OSError, ValueError: it is damaged.
+        """
+        self.found, self.items = found, dict[str, Item]()
+        for name, path in found.items.items():
+            if names.OCDBT_MANIFEST in found.recorded(path):
+                opened = open_item(found, name)
+                assert isinstance(opened, Item)
+                self.items[name] = opened
+        self.outline = encode_outline(found, self.items)
+
+    def entries(self, wanted: AbstractSet[Wanted], budget_bytes: int) -> dict[Wanted, Entry]:
+        """Returns those of some chunks and files that are here and good.
+
+        Args:
+            budget_bytes: For checking them; 0 if their checksums are not asked for.
+        """
+        found: dict[Wanted, Entry] = {}
+        for name, item in self.items.items():
+            there = keys_here(item)
+            chunks = dict(_chunks(item, {k for one, k in wanted if one == name and k in there}))
+            sums = np.frombuffer(self.found.read(item.path, names.CHUNK_SUMS), "<u4")
+            for key in _good(item, chunks, budget_bytes) if budget_bytes else chunks:
+                units = chunks[key].units
+                found[name, key] = Entry(item.path, there[key], units, sums[units].tolist())
+        recorded = self.found.recorded(self.found.path)
+        for name, file in wanted:
+            if name is None and file in recorded:
+                found[name, file] = Entry("", _read(self.found, file))
+        return found
+
+    def read(self, entry: Entry) -> bytes:
+        """Returns what is sent of an entry: its value, and its checksums with their numbers."""
+        value = entry.place
+        if not isinstance(value, bytes):
+            value = read_place(self.found.storage, entry.folder, value)
+        return value + np.array([entry.units, entry.sums], "<u4").tobytes()
+
+
+class _Chunk(NamedTuple):
+    leaf: Leaf
+    box: Box
+    units: Sequence[int]
+
+
+def _chunks(item: Item, keys: AbstractSet[str]) -> Iterator[tuple[str, _Chunk]]:
+    leaves = [leaf for leaf in item.tree.leaves if leaf.has_array]
+    starts = starts_of([leaf.array for leaf in leaves])
+    for leaf, start in zip(leaves, starts, strict=False):
+        for index, box in tile(whole(leaf.array.shape), leaf.array.chunk_shape):
+            if (key := leaf.prefix + chunk_key(index)) in keys:
+                units = [start + unit for unit in units_in(leaf.array, index)]
+                yield key, _Chunk(leaf, box, units)
+
+
+def _good(item: Item, chunks: Mapping[str, _Chunk], budget_bytes: int) -> list[str]:
+    """Reads some chunks; returns the keys of those that are as they were written."""
+    reads, bad = {}, set[int]()
+    for key, (leaf, box, _) in chunks.items():
+        # A leaf of its own for each: the first error of a leaf counts for all its reads.
+        dtype = dtype_of(leaf.array.dtype)
+        reads[key] = LeafRead(leaf=replace(leaf), boxes=(box,), dtype=dtype)
+    given = [*reads.values()]
+    failed = lambda read, _: bad.add(id(read))  # noqa: E731
+    for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=failed):
+        pass
+    return [key for key, read in reads.items() if id(read) not in bad]
+
+
+def _read(found: Found, file: str) -> bytes:
+    folder, name = posixpath.split(file)
+    return found.read(posixpath.join(found.path, folder).rstrip("/"), name)

@@ -1,0 +1,154 @@
+"""The work of jobs whose hosts have disks of their own, and read each other's after a loss."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tests.workers.saves import mesh_of, put
+
+# Copies of the state; each is divided over the devices of the hosts that have it.
+REPLICAS = 2
+
+
+def values_at(step):
+    return {
+        "rows": np.arange(24 * 4096, dtype=np.float32).reshape(24, 4096) + step,
+        "whole": np.arange(3000, dtype=np.int16) * step,
+        "count": np.int32(step),
+    }
+
+
+def state_at(step, replicas):
+    """The state over all devices, with a leaf in rows, and leaves that every device has."""
+    import jax
+
+    mesh = mesh_of(copy=replicas, row=jax.device_count() // replicas)
+    specs = {"rows": ("row",), "whole": (), "count": ()}
+    return {name: put(value, mesh, specs[name]) for name, value in values_at(step).items()}
+
+
+def init_of(replicas):
+    import jax
+
+    shardings = {name: array.sharding for name, array in state_at(0, replicas).items()}
+    return jax.jit(lambda: values_at(0), out_shardings=shardings)
+
+
+def check(state, step):
+    for name, value in values_at(step).items():
+        for shard in state[name].addressable_shards:
+            assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, step)
+
+
+class Data:
+    """Has a position of its own in each process."""
+
+    def __init__(self, process):
+        self.process, self.at = process, 0
+
+    def get_state(self):
+        return {"process": self.process, "at": self.at}
+
+    def set_state(self, state):
+        assert state["process"] == self.process
+        self.at = state["at"]
+
+
+def opened(root, host, read, **options):
+    """A manager of a host; `read` gets the size of what it reads of values in the directory."""
+    import jaxckpt
+    from jaxckpt.storage import LocalStorage, PathIn
+    from jaxckpt.testing import WatchedStorage
+
+    def before(verb, path):
+        if verb == "read_into":
+            read.append(path)
+
+    every = jaxckpt.SavePolicy(every_steps=1)
+    return jaxckpt.CheckpointManager(
+        PathIn(WatchedStorage(LocalStorage(), before), f"{root}/run"),
+        save=jaxckpt.SavePolicy(every_steps=2),
+        local=jaxckpt.LocalTier(f"{root}/host{host}/local", save=every, durable_timeout_s=10),
+        timeout_s=20,
+        **options,
+    )
+
+
+def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 << 30):
+    """Restores, and saves so many further steps, every second one in the directory too.
+
+    Returns:
+        Where it started, how often it read values in the directory until then, and the problems.
+    """
+    read, seen = [], Data(me.index)
+    items = {"data": seen} if data else {}
+    with opened(root, hosts[me.index], read, budget_bytes=budget_bytes) as manager:
+        state, start = manager.restore_or(init_of(replicas), items=items)
+        check(state, start)
+        assert seen.at == start or not data
+        before = len(read)
+        for step in range(start + 1, start + steps + 1):
+            seen.at = step
+            manager.save(step, state_at(step, replicas), items=items).result()
+            me.reach(f"saved {step}")
+        manager.wait_until_finished()
+        return {"start": start, "read": before, "problems": manager.problems}
+
+
+def read_flipped(me, root, hosts, seeds, replicas):
+    """Restores often, each time from disks of which one is new, and one has a flipped bit.
+
+    Args:
+        seeds: The first one, and how many.
+
+    Returns:
+        For each, the step that was restored, whose values are right, or what went wrong.
+    """
+    from tests.workers import manages
+
+    logging.disable(logging.WARNING)
+    train(me, root, hosts, 3, replicas, data=False)
+    found = []
+    for seed in range(seeds[0], sum(seeds)):
+        at = f"{root}/{seed}"
+        if me.index == 0:
+            for name in ("run", *(f"host{host}" for host in hosts)):
+                shutil.copytree(f"{root}/{name}", f"{at}/{name}")
+            move(root, at)
+            break_disks(Path(at), hosts, random.Random(seed))
+        manages.meet(f"broken {seed}")
+        try:
+            with opened(at, hosts[me.index], []) as manager:
+                state, start = manager.restore_or(init_of(replicas))
+                check(state, start)
+                found.append(start)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        manages.meet(f"read {seed}")
+        if me.index == 0:
+            shutil.rmtree(at)
+    return found
+
+
+def move(root, to):
+    """Lets the copied disks be those of the copied run."""
+    for file in Path(to).glob("host*/local/_jaxckpt.run"):
+        file.write_text(file.read_text().replace(f"{root}/run", f"{to}/run"))
+
+
+def break_disks(at, hosts, draw):
+    """Wipes the disk of one host, and flips a bit of step 3 on another's."""
+    new, bad = draw.sample(hosts, 2)
+    shutil.rmtree(at / f"host{new}")
+    files = sorted(p for p in (at / f"host{bad}/local/share_0/3").rglob("*") if p.is_file())
+    file = draw.choices(files, [p.stat().st_size + 1 for p in files])[0]
+    data = bytearray(file.read_bytes())
+    if data:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.chmod(0o644)
+    file.write_bytes(data)

@@ -1,0 +1,82 @@
+"""Jobs of several hosts whose disks help one another: each chunk is read where it lies."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.faults import coverage_children as children
+from tests.faults.jobs import started
+
+FOUR = [0, 1, 2, 3]
+STEPS = 3  # the directory has the second one
+
+
+def run(zygote, *args, count=4, devices=2, limit_s=120, **options):
+    """Runs a job; returns what each process says."""
+    function = options.pop("function", children.train)
+    job = {"args": args, "count": count, "devices": devices, "limit_s": limit_s, **options}
+    with started(zygote, function, **job) as running:
+        ends = running.wait()
+    assert all(end.result is not None for end in ends), ends
+    return [end.result for end in ends]
+
+
+def wipe(root, *hosts):
+    for host in hosts:
+        shutil.rmtree(root / f"host{host}")
+
+
+CASES = {
+    # what: hosts wiped, hosts of the next job, whether each has a position, and where it starts
+    "a new disk": ([1], FOUR, False, 3),
+    "a new disk, and with it the only copy of a position": ([1], FOUR, True, 2),
+    "two new disks, of other halves": ([1, 2], FOUR, False, 3),
+    "two new disks, of one half": ([0, 2], FOUR, False, 2),
+    "other process ids": ([], [2, 0, 3, 1], True, 3),
+    "other process ids and a new disk": ([3], [1, 0, 3, 2], False, 3),
+    "two hosts fewer": ([], [2, 3], False, 3),
+    "two hosts fewer, which had a half": ([], [1, 3], False, 2),
+    "two hosts more": ([], [0, 1, 2, 3, 4, 5], False, 3),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_step_restores_if_every_chunk_is_on_some_disk(trial, zygote, ram_path, what):
+    """Otherwise the newest step of the directory does, and all say which step is of no use."""
+    wiped, hosts, data, wanted = CASES[what]
+    run(zygote, ram_path, FOUR, STEPS, 2, data)
+    wipe(ram_path, *wiped)
+    with trial("55", what):
+        said = run(zygote, ram_path, hosts, 1, 2, data, count=len(hosts))
+        assert [one["start"] for one in said] == [wanted] * len(hosts)
+        problems = {one["problems"][0] for one in said}
+        for one in said:
+            assert one["read"] == 0 or wanted == 2
+            (problem,) = [text for text in one["problems"] if text.startswith(f"step {STEPS} ")]
+            assert ("cannot be used" in problem) == (wanted == 2)
+        assert len(problems) == 1
+        assert not [*ram_path.glob("host*/local/share_0/*tmp*")]
+        again = run(zygote, ram_path, hosts, 0, 2, data, count=len(hosts))
+        assert [one["start"] for one in again] == [wanted + 1] * len(hosts)
+
+
+def test_it_takes_little_memory(zygote, ram_path):
+    """The chunks come in several rounds if the budget is small."""
+    run(zygote, ram_path, FOUR, STEPS, 2, False)
+    wipe(ram_path, 2, 3)
+
+    said = run(zygote, ram_path, [3, 2, 1, 0], 0, 2, False, 1 << 16)
+
+    assert [one["start"] for one in said] == [3] * 4
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_flipped_bit_is_never_loaded(trial, zygote, ram_path, part):
+    """One disk is new and another has a bad bit; the third makes up for both."""
+    where = {"function": children.read_flipped, "count": 3}
+    results = run(zygote, ram_path, [0, 1, 2], [25 * part, 25], 3, **where)
+    for seed, said in enumerate(zip(*results, strict=True)):
+        with trial("55", f"flipped {part}/{seed}"):
+            assert said == (3, 3, 3)
