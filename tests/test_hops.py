@@ -132,13 +132,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1666, 11, 20),
-    "manager open + save": (3615, 14, 37),
-    "open + save, local": (6255, 18, 135),  # its threads may do a little more or less
-    "restore(path, like)": (2232, 14, 9),
-    "manager.restore(like)": (2698, 18, 11),
+    "save again": (1714, 11, 20),
+    "manager open + save": (3725, 14, 37),
+    "open + save, local": (6007, 17, 128),  # its threads may do a little more or less
+    "restore(path, like)": (2240, 14, 9),
+    "manager.restore(like)": (2736, 18, 11),
     "open": (568, 10, 6),
-    "verify": (1753, 15, 17),
+    "verify": (1847, 15, 17),
 }
 
 
@@ -175,19 +175,19 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2407, 1539),
-    "_disk": (4632, 3281),
+    "_disk": (4817, 3411),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
-    "_restore": (2007, 1517),
-    "_run": (7984, 5522),
-    "_save": (2299, 1599),
+    "_restore": (2044, 1541),
+    "_run": (8008, 5529),
+    "_save": (2339, 1632),
     "cli": (3660, 2620),
-    "format": (3204, 2134),
+    "format": (3212, 2140),
     "integrations": (456, 247),
     "multihost": (885, 572),
     "orbax": (6044, 3684),
     "pages": (1937, 1373),
-    "storage": (4089, 2743),
+    "storage": (4097, 2750),
     "testing": (516, 338),
 }
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.checksums import units_of_keys
+from jaxckpt._disk.checksums import units_by_key
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
@@ -253,7 +253,7 @@ def _table(found: Found, item: str) -> Table:
     }
     sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
     # Not those of held chunks: host arrays, and replicas gone astray, differ between processes.
-    units = units_of_keys(_stored(found, item), mine)
+    units = [unit for *_, some in units_by_key(_stored(found, item), mine) for unit in some]
     return Table(mine, units, sums[units].tolist())
 
 
