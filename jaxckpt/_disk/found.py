@@ -43,9 +43,13 @@ class Found:
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def is_share(self) -> bool:
-        """Returns whether it has only the shards that one process of several held."""
-        return self.record is not None and self.record.share is not None
+    def part(self) -> tuple[int, int] | None:
+        """Returns whose shards it has and the number of processes; None if it has all shards."""
+        return None if self.record is None else self.record.share
+
+    def is_elsewhere(self, process: int) -> bool:
+        """Returns whether the files of a process are on another disk."""
+        return self.part is not None and self.part[0] != process
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -79,9 +83,8 @@ class Found:
 
     def not_here(self, what: str) -> CheckpointNotFound:
         """Returns the error for a part that another process has saved on its own disk."""
-        assert self.record is not None
-        assert self.record.share is not None
-        process, count = self.record.share
+        assert self.part is not None
+        process, count = self.part
         return CheckpointNotFound(
             f"{self.path} has what process {process} of {count} held, and lacks {what}. The whole "
             "step is in the directory of the run once it is uploaded."

@@ -53,7 +53,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     is_alike = (
         _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
     )
-    if theirs.record is None or not is_alike or (ours is None and theirs.record.share):
+    if theirs.record is None or not is_alike or (ours is None and theirs.part):
         raise _different(path, theirs)
     if ours is not None:
         return _mend(bad, ours, theirs, step)

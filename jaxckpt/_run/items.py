@@ -161,8 +161,7 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         return None
     count = max(counts)
     missing = [i for i in range(count) if names.process_file(i, count) not in inside]
-    elsewhere = checkpoint.is_share and len(missing) == count - 1
-    if len(counts) > 1 or (missing and not elsewhere):
+    if len(counts) > 1 or not all(map(checkpoint.is_elsewhere, missing)):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )
