@@ -838,7 +838,7 @@ def test_what_this_process_is_saving_is_not_cleared_up(disk):
             name="save",
             meter=Meter("save", f"{disk.root}/5"),
         )
-    )
+    ).queue()
     disk.run().owner.open()
 
     assert disk.entries() == {entry}
