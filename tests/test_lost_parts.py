@@ -22,6 +22,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
 from tests.commandline import cli, said_json
+from tests.run.test_tiers import damage
 
 SIZE = 100_000  # values of a state, so that its chunk is a file of its own
 
@@ -166,6 +167,21 @@ def test_heal_brings_the_commit_marker_back(tmp_path):
     assert code == 1
     assert "different steps" in found["failed"]["2"]
     assert not (step / names.COMMIT_MARKER).exists()
+
+
+def test_heal_mends_from_a_copy_with_another_bad_file(tmp_path):
+    """Each file is checked while it is taken, and none is taken that is bad itself."""
+    saved(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step = tmp_path / "run" / "1"
+    (step / "state" / names.TREE_METADATA).write_bytes(b"{}")
+    damage(tmp_path / "copy" / "1")
+
+    code, found = said_json("heal", tmp_path / "run", tmp_path / "copy")
+
+    assert (code, found["mended"]) == (0, {"1": [f"state/{names.TREE_METADATA}"]})
+    assert jaxckpt.verify(step).ok
+    assert not jaxckpt.verify(tmp_path / "copy" / "1").ok
 
 
 def test_heal_takes_no_record_from_another_save_of_the_step(tmp_path):

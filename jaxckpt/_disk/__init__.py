@@ -13,6 +13,7 @@ found        a checkpoint that was found: its listings, its record, its items
 native       trees that jaxckpt wrote
 foreign      all others
 reader       leaves within a budget, or as a stream
+contents     the files of a checkpoint, checked while they are copied
 chunks       our chunks, read straight into the memory where they stay
 regions      everything else, by TensorStore
 tensors      safetensors files

@@ -51,15 +51,20 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
     return units
 
 
-def units_of_keys(stored: Mapping[str, StoredArray], keys: Iterable[str]) -> list[int]:
-    """Returns the numbers of the chunks of some keys; `stored` has the arrays by prefix."""
-    starts, units = dict(zip(stored, starts_of(stored.values()), strict=False)), []
+def units_by_key(
+    stored: Mapping[str, StoredArray], keys: Iterable[str]
+) -> Iterator[tuple[str, StoredArray, list[int]]]:
+    """Yields each key of a chunk, its array, and the numbers of the chunk and its inner chunks.
+
+    Args:
+        stored: The arrays by the prefixes of their keys.
+    """
+    starts = dict(zip(stored, starts_of(stored.values()), strict=False))
     for match in filter(None, map(_CHUNK_KEY.fullmatch, keys)):
         prefix, index = match.groups()
         if prefix in stored:
             found = units_in(stored[prefix], [int(n) for n in index.split("/")[1:]])
-            units += [starts[prefix] + unit for unit in found]
-    return units
+            yield match[0], stored[prefix], [starts[prefix] + unit for unit in found]
 
 
 # --- saving ----------------------------------------------------------------------------------

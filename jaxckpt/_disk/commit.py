@@ -57,8 +57,6 @@ class Work(NamedTuple):
     # The token of the attempt, if attempts share the directory: it is then in the name of whatever
     # a process writes before process 0 has begun. Otherwise "".
     mark: str
-    # Whether each process writes what it holds into a checkpoint of its own, on its own disk.
-    own: bool = False
     landed: Callable[[int], object] = int  # takes a number of bytes written
 
 

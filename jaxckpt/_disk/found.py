@@ -54,9 +54,9 @@ class Found:
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def is_share(self) -> bool:
-        """Returns whether it has only the shards of a single process of several."""
-        return self.record is not None and self.record.share is not None
+    def part(self) -> tuple[int, int] | None:
+        """Returns whose shards it has and the number of processes; None if it has all shards."""
+        return None if self.record is None else self.record.share
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -90,9 +90,8 @@ class Found:
 
     def not_here(self, what: str, wanted: Sequence[Wanted]) -> NotHere:
         """Returns the error for a part that another process has saved on its own disk."""
-        assert self.record is not None
-        assert self.record.share is not None
-        process, count = self.record.share
+        assert self.part is not None
+        process, count = self.part
         text = (
             f"{self.path} has what process {process} of {count} held, and lacks {what}. The whole "
         )

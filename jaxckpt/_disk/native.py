@@ -148,7 +148,7 @@ def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, databas
     # a false record must not cause allocations, so they count only up to a limit.
     recorded = sum(facts.size for facts in found.recorded(path).values())
     most_bytes = max(data_bytes, min(recorded, 16 * data_bytes + (1 << 30)))
-    if not found.is_share:  # which has some of the chunks; see `reader.check_here`
+    if found.part is None:  # else it has some of the chunks; see `reader.check_here`
         arrays.check_total(on_disk, data_bytes=most_bytes, file=file)
     if on_disk and not (saved.uses_ocdbt and saved.zarr_version == 3 and not saved.fill_missing):
         raise damaged(file, "jaxckpt does not write arrays of this kind")

@@ -77,7 +77,7 @@ def unite(
     stored: Sequence[StoredArray],
     work: Work,
 ) -> tuple[bytes, dict[str, int]]:
-    """Writes the nodes of the database of all tables.
+    """Writes the nodes of the database of all tables; see `check_complete`.
 
     Args:
         item: Its directory.
@@ -85,14 +85,8 @@ def unite(
 
     Returns:
         The manifest, still to be stored, and the least size of each file that has values.
-
-    Raises:
-        SaveFailed: a value is in no table.
     """
     places = {key: place for table in tables for key, place in table.places.items()}
-    wanted = len(stored) + sum(map(_chunks_of, stored))
-    if len(places) != wanted and not work.own:
-        raise SaveFailed(f"{item}: no process wrote {wanted - len(places)} of the {wanted} values")
     sizes: dict[str, int] = {}
     for place in places.values():
         if isinstance(place, Place):
@@ -103,6 +97,14 @@ def unite(
     storage.make_dir(f"{item}/{names.OCDBT_DATA}")
     storage.write(f"{item}/{file}", nodes)
     return manifest, sizes
+
+
+def check_complete(item: str, tables: Sequence[Table], stored: Sequence[StoredArray]) -> None:
+    """Raises SaveFailed if a value is in no table."""
+    found = len({key for table in tables for key in table.places})
+    wanted = len(stored) + sum(map(_chunks_of, stored))
+    if found != wanted:
+        raise SaveFailed(f"{item}: no process wrote {wanted - found} of the {wanted} values")
 
 
 def _chunks_of(stored: StoredArray) -> int:

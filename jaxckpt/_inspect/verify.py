@@ -178,7 +178,7 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
             problems.append(_problem(error))
 
     try:
-        reads = _reads_here if item.found.is_share else _reads
+        reads = _reads if item.found.part is None else _reads_here
         for some in in_turns(item, reads(item, bad)):
             size += sum(read.total_bytes for read in some)
             for _ in read_leaves(item, some, budget_bytes=_BUDGET_BYTES, failed=failed):

@@ -137,8 +137,8 @@ class Together:
 
     def _may(self, item: Item, plans: Sequence[LeafPlan]) -> bool:
         asked, storage = self.request.read_once, item.found.storage
-        if not asked or asked is True or item.found.is_share:
-            return asked is True and not item.found.is_share
+        if not asked or asked is True:
+            return asked is True
         # Local disks are as quick, and each process may see other files there.
         if not (storage.server_copies or isinstance(storage, LimitedStorage)):
             return False
@@ -327,7 +327,8 @@ def _read_bytes(item: Item, plan: LeafPlan) -> int:
 
 def _described(item: Item, carriers: Sequence[Carrier], request: RestoreRequest) -> str:
     """Returns a digest of everything that must be alike in all processes."""
-    facts: list[object] = [item.found.origin, request.budget_bytes, request.read_once]
+    facts: list[object] = [item.found.origin, item.found.part]
+    facts += [request.budget_bytes, request.read_once]
     meshes: dict[Any, None] = {}
     for one in carriers:
         for plan in one.plans:

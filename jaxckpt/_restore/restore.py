@@ -406,7 +406,7 @@ def _values(
         for plan in plans
         if plan.saved.has_array
     ]
-    if item.found.is_share:
+    if item.found.part is not None:
         check_here(item, reads)
     meter.total_bytes = sum(read.total_bytes for read in reads)
     if any(plan.kind in ("array", "key") and is_away(plan.sharding) for plan in plans):

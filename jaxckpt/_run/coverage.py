@@ -248,7 +248,7 @@ class Coverage:
     def _commit(self, attempt: Transaction, entries: Mapping[Wanted, Entry]) -> None:
         """Makes a copy of the step with some chunks, and lets this process read it."""
         storage, record, files = attempt.storage, self._outline.record, {**self._outline.files}
-        work = Work(attempt.work, "", own=True)
+        work = Work(attempt.work, "")
         for item, described in self._outline.tables.items():
             mine = {key: entry for (one, key), entry in entries.items() if one == item}
             folder = posixpath.join(work.path, item).rstrip("/")

@@ -1,9 +1,8 @@
 """Mends a damaged copy of a step from a good copy in another root.
 
-    verify     the good copy, whole: nothing unchecked is trusted
-    find       the files of the damaged copy that are missing or bad
-    replace    each at once, by the same file of the good copy
-    verify     the mended copy; further bad files, which others hid, are replaced too
+    compare    each file with the same file of the good copy, which is checked meanwhile
+    replace    those that differ, each at once
+    verify     the mended copy
 
 A crash in the middle leaves each file either damaged or good. The record lists the files of the
 step. If it is lost or damaged itself, it is taken from the good copy first, if both are of
@@ -18,8 +17,9 @@ parts of all is in no share.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,13 @@ from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
-from jaxckpt._run.upload import same_bytes, upload_token
+from jaxckpt._run.upload import contents_of, same_bytes, upload_token
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode, decode_record, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
 from jaxckpt.storage._values import find_values
-from jaxckpt.types import VerifyReport
 
 
 def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
@@ -54,48 +53,25 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     is_alike = (
         _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
     )
-    if theirs.record is None or not is_alike or (theirs.is_share and ours is None):
-        raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
-    if theirs.is_share and ours is not None and not ours.is_share:
-        return _mend_with_part(bad, ours, good, step)
-    if ours is None or not ours.is_share:
-        _check_good(verify_in(theirs.storage, theirs.path))
-    if ours is None:
-        record = replace(theirs.record, name=posixpath.basename(path))
-        bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
-        if bad.missing_file(step) is not None:  # the commit marker
-            return [names.RECORD, *_complete(bad, theirs, step)]
-        return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
-    return _mend(bad, ours, theirs, step)
-
-
-def _mend_with_part(bad: StepIndex, ours: Found, good: StepIndex, step: int) -> list[str]:
-    replaced = replace_part(bad, good, step)
-    if not (report := verify_in(ours.storage, ours.path)).ok:
-        what = f"{good.path(step)} has {replaced or 'no files'} of it, which are good now"
-        raise SaveFailed(f"{what}. Heal it from the other shares too: {report.problems[0].message}")
-    return replaced
+    if theirs.record is None or not is_alike or (ours is None and theirs.part):
+        raise _different(path, theirs)
+    if ours is not None:
+        return _mend(bad, ours, theirs, step)
+    record = replace(theirs.record, name=posixpath.basename(path))
+    bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
+    if bad.missing_file(step) is not None:  # the commit marker
+        return [names.RECORD, *_complete(bad, theirs, step)]
+    return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
 
 
 def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
     """Replaces the bad files of a step that came from the share of a process; returns them."""
     ours, theirs = find(bad.storage, bad.path(step)), find(share.storage, share.check_step(step))
     if ours.origin != theirs.origin:
-        raise SaveFailed(f"{ours.path} and {theirs.path} are different steps")
-    _check_good(verify_in(theirs.storage, theirs.path))
-    sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
-    recorded, replaced = ours.recorded(ours.path), []
-    for name, facts in sent.facts().items():
-        file = f"{theirs.path}/{sent.files[name]}"
-        if recorded.get(name) != facts or _has_bytes(ours, name, theirs.storage, file, facts.size):
-            continue
-        path = f"{ours.path}/{name}"
-        ours.storage.make_dir(posixpath.dirname(path))
-        ours.storage.write(path, pieces(theirs.storage, file, facts.size))
-        replaced.append(name)
-        if names.is_data_file(name):
-            _link_to_others(bad, step, name)
-    bad.forget(step)
+        raise _different(ours.path, theirs)
+    replaced, problem = _replace_bad(bad, ours, theirs, step)
+    if problem is not None:
+        raise problem
     return replaced
 
 
@@ -105,12 +81,12 @@ def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
     file = f"{path}/{names.RECORD}"
     record = decode_record(bad.storage.read(file, max_bytes=MAX_RECORD_BYTES), file=file)
     ours = Found(storage=bad.storage, path=path, record=record)
-    if theirs.record is None or ours.origin != theirs.origin or ours.is_share:
-        raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
-    _check_good(verify_in(theirs.storage, theirs.path))
-    replaced = [name for name in sorted(record.files) if not _is_same(ours, theirs, name)]
-    for name in replaced:
-        _replace(ours, theirs, name)
+    known = theirs.recorded(theirs.path)
+    if ours.origin != theirs.origin or not record.files.items() <= known.items():
+        raise _different(path, theirs)
+    replaced, problem = _replace_bad(bad, ours, theirs, step)
+    if problem is not None:
+        raise problem
     data = theirs.storage.read(f"{theirs.path}/{marker}", max_bytes=MAX_RECORD_BYTES)
     bad.storage.write(f"{path}/{marker}", data)
     bad.forget(step)
@@ -119,23 +95,52 @@ def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
 
 def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
     """Replaces bad files until the copy is whole; returns them."""
-    replaced: list[str] = []
+    replaced, problem = _replace_bad(bad, ours, theirs, step)
     while not (report := verify_in(ours.storage, ours.path)).ok:
-        bad_files = _bad_parts if ours.is_share else _bad_files
-        files = bad_files(ours, theirs, report, besides=replaced)
-        if not files:
-            problem = report.problems[0].message
-            raise SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {problem}")
+        named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
+        mine = ours.recorded(ours.path).keys() - theirs.recorded(theirs.path).keys()
+        files = sorted(filter(names.is_data_file, (named & mine) - {*replaced}))
+        if problem is None and (not files or report.problems[0].unreadable):
+            left = report.problems[0].message
+            problem = SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {left}")
+        if problem is not None:
+            raise problem
         for name in files:
-            if ours.is_share and names.is_data_file(name):
-                _put_chunks(ours, theirs, name)
-            else:
-                _replace(ours, theirs, name)
+            _put_chunks(ours, theirs, name)
+            _link_to_others(bad, step, name)
         replaced += files
         bad.forget(step)
-    for name in filter(names.is_data_file, replaced):
-        _link_to_others(bad, step, name)
     return replaced
+
+
+def _replace_bad(
+    bad: StepIndex, ours: Found, theirs: Found, step: int
+) -> tuple[list[str], SaveFailed | None]:
+    """Replaces the bad files that are the same in both copies.
+
+    Returns:
+        The files, and the error if the other copy has one that is as bad.
+    """
+    sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
+    recorded, replaced, problem = ours.recorded(ours.path), [], None
+    try:
+        source = contents_of(theirs)
+    except CorruptCheckpoint as error:
+        return [], _damaged_too(theirs, error)
+    for name, facts in sent.facts().items():
+        read = partial(source.pieces, sent.files[name], facts.size)
+        if recorded.get(name) != facts or _has_bytes(ours, name, facts.size, read()):
+            continue
+        try:
+            _replace(ours, name, read())
+        except CorruptCheckpoint as error:
+            problem = problem or _damaged_too(theirs, error)
+            continue
+        replaced.append(name)
+        bad.forget(step)
+        if names.is_data_file(name):
+            _link_to_others(bad, step, name)
+    return replaced, problem
 
 
 def _find(storage: Storage, path: str) -> Found | None:
@@ -169,7 +174,8 @@ def _link_to_others(run: StepIndex, number: int, name: str) -> None:
         file = f"{path}/{name}"
         if other == number or storage.kind(file) != "file":
             continue
-        if storage.size(file) != size or not same_bytes(storage, mended, storage, file, size):
+        both = pieces(storage, mended, size), pieces(storage, file, size)
+        if storage.size(file) != size or not same_bytes(*both):
             storage.delete_files([file])
             storage.link(mended, file)
             storage.sync(posixpath.dirname(file))
@@ -177,63 +183,31 @@ def _link_to_others(run: StepIndex, number: int, name: str) -> None:
             run.report(f"{file} was as damaged as {mended}, and is a link to the mended file now")
 
 
-def _check_good(report: VerifyReport) -> None:
-    if not report.ok:
-        problem = report.problems[0].message
-        raise SaveFailed(f"{report.path} is damaged too, so nothing is taken from it: {problem}")
+def _different(path: str, theirs: Found) -> SaveFailed:
+    return SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
 
 
-def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
-    removed = {f"{ours.path}/{item}" for item in ours.removed}
-    for problem in report.problems:
-        if problem.unreadable and problem.file not in removed:
-            raise SaveFailed(f"{ours.path} cannot be read now: {problem.message}")
-    recorded = ours.recorded(ours.path).keys() & theirs.recorded(theirs.path).keys()
-    named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
-    named |= {name for name in recorded if name.partition("/")[0] in ours.removed}
-    found = sorted((named & recorded) - {*besides})
-    if found or besides:
-        return found
-    # The damage shows only where several files meet.
-    return sorted(name for name in recorded if not _is_same(ours, theirs, name))
+def _damaged_too(theirs: Found, error: CorruptCheckpoint) -> SaveFailed:
+    return SaveFailed(f"{theirs.path} is damaged too, so this is not taken from it: {error}")
 
 
-def _is_same(ours: Found, theirs: Found, name: str) -> bool:
-    size = theirs.recorded(theirs.path)[name].size
-    return _has_bytes(ours, name, theirs.storage, f"{theirs.path}/{name}", size)
-
-
-def _has_bytes(ours: Found, name: str, storage: Storage, file: str, size: int) -> bool:
+def _has_bytes(ours: Found, name: str, size: int, wanted: Iterator[bytes]) -> bool:
     """Returns whether a file of a step has the same bytes as another file."""
     try:
-        return same_bytes(ours.storage, f"{ours.path}/{name}", storage, file, size)
+        return same_bytes(pieces(ours.storage, f"{ours.path}/{name}", size), wanted)
     except (CheckpointError, OSError, EOFError) as error:
         if is_io_failure(error):
             raise
         return False
 
 
-def _replace(ours: Found, theirs: Found, name: str) -> None:
-    size = theirs.recorded(theirs.path)[name].size
-    if ours.recorded(ours.path)[name].size != size:
-        raise SaveFailed(f"{ours.path}/{name} had another size than {theirs.path}/{name}")
+def _replace(ours: Found, name: str, data: Iterator[bytes]) -> None:
     path = f"{ours.path}/{name}"
     kind = ours.storage.kind(path)
     if kind not in (None, "file"):
         raise SaveFailed(f"{path} is a {kind}, and is not replaced")
     ours.storage.make_dir(posixpath.dirname(path))
-    ours.storage.write(path, pieces(theirs.storage, f"{theirs.path}/{name}", size))
-
-
-def _bad_parts(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
-    """Returns the bad files of a share that can be made again."""
-    named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
-    mine, good = ours.recorded(ours.path), theirs.recorded(theirs.path)
-    return [
-        name
-        for name in sorted((named & mine.keys()) - {*besides})
-        if names.is_data_file(name) or mine[name] == good.get(name)
-    ]
+    ours.storage.write(path, data)
 
 
 def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
@@ -251,7 +225,8 @@ def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
         source = there.get(key, b"")
         chunk: Any = data[place[1] : place[1] + place[2]]
         if isinstance(source, bytes) or source[2] != place[2]:
-            raise SaveFailed(f'{theirs.path} has another chunk "{key}" than {ours.path}')
+            text = f'{theirs.path} lacks the chunk "{key}" of {path}, which is damaged'
+            raise SaveFailed(f"{text}. Heal it from the other shares too, if there are any.")
         theirs.storage.read_into(f"{theirs.items[item]}/{source[0]}", source[1], [chunk])
     ours.storage.make_dir(posixpath.dirname(path))
     ours.storage.write(path, data.tobytes())

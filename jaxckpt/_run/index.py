@@ -104,7 +104,7 @@ class Listing:
 def _describe(name: str, listing: Listing) -> str | None:
     if name in _ROOT_FILES or names.is_lease(name):
         return None
-    if names.is_share(name) or names.is_guest(name):
+    if names.shares([name]) or names.is_guest(name):
         return None
     if names.is_set_aside(name):
         return "a damaged step that was set aside earlier"

@@ -226,7 +226,7 @@ def read_states(checkpoint: Found, name: str) -> States | None:
         return None
     count = max(counts)
     missing = any(names.process_file(i, count) not in inside for i in range(count))
-    if len(counts) > 1 or (missing and not checkpoint.is_share):
+    if len(counts) > 1 or (missing and checkpoint.part is None):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )

@@ -79,7 +79,7 @@ class Local:
 
     run: str  # the id of the run
     root: str
-    own: bool = False  # whether each process has another root, on a disk of its host
+    share: str = ""  # where in the local directory; "" if all processes have one root
     away: OSError | None = None  # why the directory of the run cannot be reached
     astray: Sequence[int] = ()  # steps from which the run did not go on
     problems: Sequence[str] = ()
@@ -128,7 +128,7 @@ def settle(
         met.check(problem, f"the local directory {local.root} cannot be used")
     if text is not None and away is None:
         away = OSError(errno.EIO, text)
-    return Local(run=found, own=bool(share), away=away, **mine)
+    return Local(run=found, share=share, away=away, **mine)
 
 
 def _learn(
@@ -211,7 +211,7 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
 
 def _indexes(local: StepIndex) -> list[StepIndex]:
     """Returns the steps of a local directory: its own, and those in the shares of processes."""
-    shares = [f"{local.root}/{name}" for name in local.entries() if names.is_share(name)]
+    shares = [f"{local.root}/{name}" for name in names.shares(local.entries())]
     return [StepIndex(local.storage, root, quiet=True) for root in (local.root, *shares)]
 
 

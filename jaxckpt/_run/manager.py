@@ -52,7 +52,7 @@ from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, Single, current, lead, raise_first, text_of
+from jaxckpt.multihost import Group, Json, current, lead, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
@@ -166,8 +166,9 @@ class CheckpointManager:
         self.restored_step: int | None = None
         self._item, self._on_progress = item, on_progress
         self._processes, writes = current(), mode == "w"
-        at = partial(Root.at, naming=naming, processes=self._processes)
-        self._directory = at(directory, tier=DURABLE, keep=keep)
+        at = partial(Root.at, naming=naming)
+        group = Group.together(self._processes)
+        self._directory = at(directory, tier=DURABLE, keep=keep, group=group)
         self._index = self._directory.index
         self.directory = root = self._index.root
         if writes and self._processes.count > 1:
@@ -598,7 +599,7 @@ class CheckpointManager:
         for root in self._roots:
             found = scrub(
                 root.deletion,
-                Single() if root.own else self._processes,
+                root.group.mates,
                 writes=self.mode == "w",
                 timeout_s=self.timeout_s,
                 mend=partial(self._mend, root),
@@ -614,7 +615,7 @@ class CheckpointManager:
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
         """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
         local = self._roots[0]
-        if self._tiers is None or not local.own or root.own:
+        if self._tiers is None or root is local:
             return
         for step in damaged:
             root.index.forget(step)
@@ -655,7 +656,7 @@ class CheckpointManager:
     def _on_own_disk(self, step: int, do: Callable[[Deletion, int], object]) -> None:
         """Repeats on this process's disk what process 0 has done on its disk."""
         local = self._roots[0]
-        if local.own and self._processes.index != 0 and local.has(step):
+        if local.group.follows and local.has(step):
             do(local.deletion, step)
 
     def delete(self, step: int, *, item: str | None = None) -> None:

@@ -121,8 +121,7 @@ def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> l
         if not mine:
             return []
         root = mine[0][0]
-    shares = [name for name in storage.entries(root) if names.is_share(name)]
-    return [f"{root}/{name}" for name in shares] or [root]
+    return [f"{root}/{name}" for name in names.shares(storage.entries(root))] or [root]
 
 
 def with_local(

@@ -35,7 +35,7 @@ from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
-from jaxckpt.multihost import Processes, leading
+from jaxckpt.multihost import Group
 from jaxckpt.storage import Entry, Hold, is_temporary_file, together
 
 FORKED: Final = (
@@ -435,14 +435,14 @@ class _NoHold:
 class Opening:
     """One opening of a run by a manager; the next one for writing in this process ends it."""
 
-    def __init__(self, owner: Ownership, deletion: Deletion, processes: Processes) -> None:
+    def __init__(self, owner: Ownership, deletion: Deletion, group: Group) -> None:
         self.ended = ""  # why, once it has
         self._saves: SaveQueue | None = None  # None until the run is open
         self._owner = owner
         self._deletion = deletion
         self._index = deletion.index
-        self._processes = processes
-        self._key = self._index.root, processes.index
+        self._group = group
+        self._key = self._index.root, group.mates.index
         self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
         self._reach: Reach | None = None  # of a root that the job can do without
         self._beginning = threading.Lock()  # held while a thread opens the run
@@ -457,7 +457,7 @@ class Opening:
         spared: int | None = None,
         reach: Reach | None = None,
     ) -> Any:  # JSON
-        """Opens the run for writing in process 0; returns its newest step to all processes.
+        """Opens the run for writing in the leader; returns its newest step to the group.
 
         First ends this process's earlier opening for writing, after its saves.
 
@@ -474,10 +474,11 @@ class Opening:
         if earlier is not None:
             earlier.end("another manager of this process has opened the run. Use that one")
         index, root = self._index, self._index.root
-        name = f"manager {root}/open"
+        group, where = self._group, self._group.common(root)
+        name = f"manager {where}/open"
         try:
-            with leading(self._processes, name, where=root, timeout_s=timeout_s) as led:
-                if self._processes.index == 0:
+            with group.leading(name, where=where, timeout_s=timeout_s) as led:
+                if group.leads:
                     found = (
                         self._begin(metadata)
                         if reach is None

@@ -47,9 +47,8 @@ class Position:
             return f"the job before has saved step {self._of_other}"
 
         def is_in(root: Root) -> bool:
-            # If its save failed, another process may lack its part on its own disk.
-            failed = root.own and (self.floor is None or step > self.floor)
-            return not failed and root.has(step)  # not from memory: it may have been deleted
+            # Not from memory: it may have been deleted.
+            return root.counts(step, self.floor) and root.has(step)
 
         def is_there() -> bool:
             return step in saving() or is_in_any(self.roots, is_in)
@@ -65,7 +64,7 @@ class Position:
 
         def join() -> Json:
             for root in self.roots:
-                if root.owner.is_guest and not root.own:
+                if root.owner.is_guest and root.counts(step, self.floor):
                     root.owner.join(step)
             return newest_of(self.roots)
 
@@ -79,7 +78,8 @@ class Position:
         floor = max([*saving, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        if not saving and not self.roots[0].own:  # the newest may have been deleted by others
+        if not saving and not is_in_any(self.roots, lambda root: root.has(floor)):
+            # Others have deleted the newest.
             self.floor = newest_of(self.roots)
             floor = -1 if self.floor is None else self.floor
             if step > floor:

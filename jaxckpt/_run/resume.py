@@ -75,9 +75,8 @@ class Resume:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         step, known = _chosen(step), []
         name = f"manager {self._name}/steps"
-        if self.roots[0].own:  # only process 0 needs to know what the disks have
-            root, timeout_s = self.roots[0], self.timeout_s
-            judge_steps(root, self.processes, lambda *x: known.extend(x), timeout_s=timeout_s)
+        # Only process 0 needs to know what the disks have.
+        judge_steps(self.roots[0], lambda *x: known.extend(x), timeout_s=self.timeout_s)
         with leading(self.processes, name, where=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
                 copies = self._copies(step, known[0] if known else None)
@@ -286,7 +285,7 @@ class Resume:
         who, problem = next(
             ((i, met.problems[i]) for i, found in met.marks.items() if found), (0, None)
         )
-        if problem is not None and self.roots[0].own:
+        if problem is not None and self.processes.count > 1:
             problem = f"process {who} on {met.values[who]}: {problem}"
         is_marked = "marked" in met.marks.values()
         is_corrupt = is_marked or "corrupt" in met.marks.values()
@@ -370,12 +369,13 @@ class Resume:
     def _settle(self, failed: _Attempt, good: Copy) -> None:
         """Mends a damaged copy or sets it aside, if this process may; else reports it."""
         error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
-        leads = self.writes and (failed.is_mine if root.own else self.processes.index == 0)
+        # A leader settles the damage that a mate has found, too.
+        leads = root.group.leads and (failed.is_mine or root.group.mates.count > 1)
         if failed.copy.is_united or (good.is_united and good.step == step):
             if good.step != step:  # else it is mended already, or other copies did
                 self._report_alike(str(failed.problem))
             return
-        if not (leads and isinstance(error, CorruptCheckpoint)):
+        if not (self.writes and leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
         elif good.step != step or not root.mend(step, self._root_of(good).index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)

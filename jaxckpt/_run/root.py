@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Disks, Saved, over_disks
@@ -25,7 +24,7 @@ from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
-from jaxckpt.multihost import Json, Processes, Single, first_of, meet, text_of
+from jaxckpt.multihost import Group, Json, first_of, text_of
 from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
@@ -39,7 +38,7 @@ LOCAL: Final = "local"
 
 @dataclass(slots=True, kw_only=True)
 class Root:
-    """A directory with steps. Only process 0 changes it; with `own`, every process does."""
+    """A directory with steps of a run. Only the leader of its group changes it."""
 
     tier: str
     index: StepIndex
@@ -49,7 +48,7 @@ class Root:
     opening: Opening
     reach: Reach
     keep: KeepPolicy
-    own: bool  # whether each process has its own root, on a disk of its host
+    group: Group  # of the processes that have it; each its own, on the disk of a host
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -61,8 +60,7 @@ class Root:
         tier: str,
         keep: KeepPolicy,
         naming: StepNames | None,
-        processes: Processes,
-        own: bool = False,
+        group: Group,
     ) -> Root:
         """Returns the root at a path; reads nothing yet."""
         storage, root = locate(directory)
@@ -76,10 +74,10 @@ class Root:
             leases=leases,
             deletion=deletion,
             owner=owner,
-            opening=Opening(owner, deletion, Single() if own else processes),
+            opening=Opening(owner, deletion, group),
             reach=Reach(root, partial(heard_s, storage), away_s=AWAY_S),
             keep=keep,
-            own=own,
+            group=group,
         )
 
     def committed(self, info: StepInfo, life: Life | None = None, stay: Stay = tuple) -> bool:
@@ -166,6 +164,15 @@ class Root:
         """Returns whether a step is committed here."""
         return self.index.state(self.index.listing(), step) == "committed"
 
+    def counts(self, step: int, floor: int | None) -> bool:
+        """Returns whether a step here is one of the run, whatever the other groups have.
+
+        Args:
+            floor: The newest step that all are known to have. Of a newer step, which may come from
+                a save that failed, another process may lack its part.
+        """
+        return self.group.part is None or (floor is not None and step <= floor)
+
     def mend(self, step: int, good: StepIndex) -> bool:
         """Mends a damaged step from its good copy in another root; returns whether it did."""
         from jaxckpt._run.heal import heal
@@ -185,8 +192,8 @@ class Root:
         """Mends what came from this process's share, if it has one, of a step in the directory."""
         from jaxckpt._run.heal import replace_part
 
-        if not self.own or directory.own or not self.has(step):
-            return
+        if directory is self or not (self.group.follows and self.has(step)):
+            return  # process 0 heals the step with its own part
         bad = directory.index
         try:
             with self.leases.protect(step):
@@ -241,11 +248,11 @@ def is_in_any(roots: Sequence[Root], is_in: Callable[[Root], bool]) -> bool:
 def newest_of(roots: Sequence[Root]) -> int | None:
     """Returns the newest committed step of the roots that can be reached, or None.
 
-    Ignores roots that each process has to itself, since other processes may lack their steps.
+    Ignores the disks of hosts, since other processes may lack their parts of those steps.
     """
     found = reachable(roots, lambda root: root.index.newest())
-    shared = (step for i, step in found.items() if not roots[i].own)
-    return max((step for step in shared if step is not None), default=None)
+    known = ((roots[i], step) for i, step in found.items() if step is not None)
+    return max((step for root, step in known if root.counts(step, None)), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +277,6 @@ def look_at(roots: Sequence[Root]) -> Opened:
 def open_roots(
     roots: Sequence[Root],
     saves: Sequence[SaveQueue],  # what writes to each
-    processes: Processes,
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
     *,
@@ -283,8 +289,8 @@ def open_roots(
     """
     opened = []
     for root in roots[:-1]:
-        begin = partial(root.opening.open, metadata, saves=saves[0], timeout_s=timeout_s)
-        opened += [_open_own(root, processes, begin, timeout_s) if root.own else begin()]
+        here = root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
+        opened.append(judge_steps(root, _newest_of_all, timeout_s=timeout_s) or here)
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
@@ -309,55 +315,49 @@ def open_roots(
     )
 
 
-def _open_own(
-    root: Root, processes: Processes, begin: Callable[[], Any], timeout_s: float
-) -> Any:  # JSON
-    """Opens the local root of each process; the newest step is one that all have."""
-    opened, problem = {}, None
-    try:
-        opened = begin()
-    except Exception as error:  # reported to the others, then raised
-        problem = error
-    name = f"open the local disks of {processes.count} processes"
-    mine, first = opened.get("session"), itemgetter(0)
-    met = meet(processes, name, mine, problem, first, timeout_s=timeout_s)
-    met.check(problem, "a local directory cannot be used")
-
-    def newest(disks: Disks, _: list[str]) -> int | None:
-        return next((copy.step for copy in over_disks(disks, {})), None)
-
-    return {
-        "session": met.verdict,
-        "newest": judge_steps(root, processes, newest, timeout_s=timeout_s),
-    }
+def _newest_of_all(disks: Disks, _: list[str]) -> dict[str, Any]:
+    """Returns what all know of their disks: the newest step that all have. Each is taken over."""
+    return {"newest": next((copy.step for copy in over_disks(disks, {})), None)}
 
 
 def judge_steps(
-    root: Root,
-    processes: Processes,
-    judge: Callable[[Disks, list[str]], Json],
-    *,
-    timeout_s: float,
+    root: Root, judge: Callable[[Disks, list[str]], Json], *, timeout_s: float
 ) -> Any:  # JSON
     """Returns to every process the verdict of process 0 on the steps on all disks.
+
+    If all processes have this root in common, there is no verdict, and they do not meet.
 
     Args:
         judge: Takes the steps on the disk of each process by the save they come from, and its host.
     """
-    mine, problem = [], ""
+    name, judge_all, here = (
+        "steps on the local disks",
+        partial(_judged, judge),
+        partial(_here, root),
+    )
+    heard = root.group.compare(name, here, judge_all, timeout_s=timeout_s)
+    return heard and _reported(root, heard)
+
+
+def _here(root: Root) -> Json:
+    """Returns the steps on this process's disk, its host, and why the disk cannot be read."""
+    steps, problem = [], ""
     try:
-        mine = [list(one) for one in steps_on_disk(root.index)]
+        steps = [list(one) for one in steps_on_disk(root.index)]
     except OSError as error:
         problem = text_of(error) or ""
+    return [steps, socket.gethostname(), problem]
 
-    def judge_all(given: list[Any]) -> Json:
-        disks = [{int(n): str(origin) for n, origin in steps} for steps, _, _ in given]
-        hosts = [str(host) for _, host, _ in given]
-        bad = {i: text for i, (_, _, text) in enumerate(given) if text}
-        return {"verdict": judge(disks, hosts), **first_of(bad)}
 
-    value = [mine, socket.gethostname(), problem]
-    heard = processes.gather("steps on the local disks", value, judge_all, timeout_s=timeout_s)
+def _judged(judge: Callable[[Disks, list[str]], Json], given: list[Any]) -> Json:
+    disks = [{int(n): str(origin) for n, origin in steps} for steps, _, _ in given]
+    hosts = [str(host) for _, host, _ in given]
+    bad = {i: text for i, (_, _, text) in enumerate(given) if text}
+    return {"verdict": judge(disks, hosts), **first_of(bad)}
+
+
+def _reported(root: Root, heard: Any) -> Any:  # JSON
+    """Reports the disks that cannot be read; returns the verdict."""
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     return heard["verdict"]

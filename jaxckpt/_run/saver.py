@@ -103,7 +103,7 @@ class Saver:
         if tiers is not None:
             saves, settled = [self.worker, tiers.uploader], tiers.settled
         opened = (
-            open_roots(roots, saves, processes, options.run_metadata, settled, timeout_s=limit_s)
+            open_roots(roots, saves, options.run_metadata, settled, timeout_s=limit_s)
             if options.writes
             else look_at(roots)
         )
@@ -253,25 +253,25 @@ class Saver:
         storage, path = root.index.storage, root.index.path(step)
         is_last = decision.reason == _PREEMPTION  # so that nothing trains beside it
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
-        work = commit_of(storage, path).work(token)._replace(own=root.own)
+        work = commit_of(storage, path).work(token)
         if problem is None and not self.incremental.link(taken, root, work):
             problem = self._problem_of(take, meter)
         self._unchecked = 1 if replicas and replicas.compares else self._unchecked + 1
+        known = step if root.counts(step, self.position.floor) else None
         trees = [item for item in taken if self.incremental.storage and isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=storage,
             path=path,
             items=taken,
-            processes=self._processes,
+            group=root.group,
             name=name,
             meter=meter,
             custom_metadata=metadata,
             is_step=True,
             token=token,
-            fence=partial(root.owner.fence, None if root.own else step),
-            own=root.own,
+            fence=partial(root.owner.fence, known),
             pace=self._pace if root is self._roots[-1] and not is_last else int,
-            overwrite=root.own or step in root.index.astray,  # of an earlier life
+            overwrite=known is None or step in root.index.astray,  # of an earlier life
             life=self.position.life(name),
             replicas=replicas,
             problem=problem,
@@ -367,7 +367,8 @@ class Saver:
             marks=lambda: self._was_alike,
         )
         with meter.phase("snapshot"):
-            options: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
+            holds = self._root.group.part is not None
+            options: dict[str, Any] = {"zstd": self._options.zstd, "holds": holds}
             options |= {"storage": self.incremental.storage, "replicas": replicas}
             bases = self.incremental.begin(is_saving=bool(self.under_way()))
             taken: list[SaveItem] = []

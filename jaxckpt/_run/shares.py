@@ -23,12 +23,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.checksums import units_of_keys
+from jaxckpt._disk.checksums import units_by_key
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
@@ -207,6 +207,7 @@ class Part:
             tables.append(mine)  # last: of small host arrays all have a value, and its own counts
             stored = [*_stored(self.found, item).values()]
             folder = posixpath.join(self.work.path, item)
+            check_complete(folder, tables, stored)
             manifest, sizes = unite(storage, folder, tables, stored, self.work)
             files[posixpath.join(item, names.CHUNK_SUMS)] = sums_of(tables, stored)
             files[posixpath.join(item, names.OCDBT_MANIFEST)] = manifest
@@ -219,8 +220,8 @@ def part_of(found: Found, work: Work) -> Part:
     """Returns what this process sends of a step on its disk."""
     assert found.record is not None
     files = {file: file for file in found.record.files if file not in _NOT_COPIED}
-    if found.record.share is not None:
-        return _part_of_share(found, work, files, *found.record.share)
+    if found.part is not None:
+        return _part_of_share(found, work, files, *found.part)
     return Part(found=found, work=work, process=0, count=1, files=files, tables={})
 
 
@@ -253,7 +254,7 @@ def _table(found: Found, item: str) -> Table:
     }
     sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
     # Not those of held chunks: host arrays, and replicas gone astray, differ between processes.
-    units = units_of_keys(_stored(found, item), mine)
+    units = [unit for *_, some in units_by_key(_stored(found, item), mine) for unit in some]
     return Table(mine, units, sums[units].tolist())
 
 

@@ -18,7 +18,7 @@ from jaxckpt._run.local import Local, settle
 from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploader import Upload, Uploader
-from jaxckpt.multihost import Json, Processes, Single, lead, meet, raise_first
+from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes
 from jaxckpt.types import StepInfo
 
@@ -50,11 +50,12 @@ class Tiers:
     ) -> Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
         at = partial(root_at, tier=LOCAL, keep=tier.keep)
-        base, behind = at(tier.directory).index, directory.index
+        base, behind = at(tier.directory, group=directory.group).index, directory.index
         _check_apart(base, behind.root)
         mates, reach = processes if writes else Single(), directory.reach
         settled = settle(base, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
-        local = at(PathIn(base.storage, settled.root), own=settled.own)
+        group = Group.apart(processes) if settled.share else directory.group
+        local = at(PathIn(base.storage, settled.root), group=group)
         local.index.astray.update(settled.astray)
         for problem in settled.problems:
             local.index.report(problem)
@@ -77,10 +78,11 @@ class Tiers:
         def wait() -> Json:
             waited_for = self.uploader.under_way()
             self.uploader.finish(timeout_s)
-            if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy(self.uploader.steps)
+            decided = self.decided()
+            if decided is None:  # else with the next commit, and on all disks
+                self.local.tidy(self.uploader.steps)  # steps stayed for their uploads
             raise_first(self.uploader.take_errors(waited_for))
-            return self.decided()
+            return decided
 
         limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
         name = f"uploads {where}"
@@ -94,27 +96,11 @@ class Tiers:
             size_bytes: Of this process's share.
             name: Of the save.
         """
-        if self.local.own:
-            return self.directory if self._one_is_full(size_bytes, name) else self.local
-        is_full = lead(
-            self.uploader.processes,
-            f"{name}/place",
-            partial(self._is_full, size_bytes * self.uploader.processes.count),
-            where=self.local.index.root,
-            timeout_s=self.timeout_s,
-        )
-        return self.directory if is_full else self.local
-
-    def _one_is_full(self, size_bytes: int, name: str) -> bool:
-        """Returns whether the disk of a process is full, alike in all processes."""
-        full, problem, limit_s = False, None, self.timeout_s
-        try:
-            full = self._is_full(size_bytes)
-        except OSError as error:
-            problem = error
-        met = meet(self.uploader.processes, f"{name}/place", full, problem, any, timeout_s=limit_s)
-        met.check(problem, f"{name}: the local disks")
-        return met.verdict
+        group, where = self.local.group, self.local.index.root
+        with group.leading(f"{name}/place", any, where=where, timeout_s=self.timeout_s) as led:
+            if group.leads:
+                led.value = self._is_full(size_bytes * group.mates.count)
+        return self.directory if led.value else self.local
 
     def _is_full(self, size_bytes: int) -> bool:
         """Returns whether the disk is full although older local steps were deleted."""
@@ -157,7 +143,7 @@ class Tiers:
 
     def decided(self) -> Json:
         """Returns what the other processes need for their own disks, if they have any."""
-        if not self.local.own:
+        if self.local.group.part is None:
             return None
         return {"stay": self.local.index.steps(), "uploads": self.uploader.attempts()}
 

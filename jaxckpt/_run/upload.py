@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
@@ -78,7 +79,7 @@ def upload(
     parts: dict[int, bytes] | None = None,
     wait_s: float = 0.0,
 ) -> Uploaded:
-    """Copies a step that jaxckpt wrote, or the part of it on this disk, and checks it before.
+    """Copies a step that jaxckpt wrote, or the part of it on this disk, and checks every byte.
 
     Args:
         fence: Raises if this process may not commit in the target.
@@ -89,7 +90,7 @@ def upload(
 
     Raises:
         CheckpointNotFound: no such step.
-        CorruptCheckpoint: the step is damaged; nothing was sent.
+        CorruptCheckpoint: the step is damaged; nothing was committed.
         UnsupportedFormat: another program wrote the step.
         StepExists: the target has another step of this number.
         SaveFailed: another process uploads the step, or took over.
@@ -97,10 +98,14 @@ def upload(
     """
     source.check_there(step)
     found = find(source.storage, source.path(step))
-    record = checked(found)
+    if (record := found.record) is None:
+        raise UnsupportedFormat(
+            f"{found.path} was not written by jaxckpt. Copy it with `jaxckpt convert`."
+        )
     path = target.path(step)
     if target.is_committed(step):
         return already_there(found, record, target, step)
+    contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
     work = commit_of(target.storage, path).work(token := upload_token(found))
     part, attempt, lacks = part_of(found, work), None, []
@@ -109,8 +114,7 @@ def upload(
             target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
         )
     sending = Sending(
-        source=found.storage,
-        source_folder=found.path,
+        source=contents,
         target=target.storage,
         folder=work.path,
         pace=pace or Pace(),
@@ -169,24 +173,26 @@ def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
     for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):
         try:
             size, is_there = storage.size(good), storage.kind(other) == "file"
-            if is_there and not same_bytes(storage, good, storage, other, size):
+            alike = pieces(storage, good, size), pieces(storage, other, size)
+            if is_there and not same_bytes(*alike):
                 put_instead(storage, good, other)
                 target.report(f"{other} is mended")
         except (CheckpointError, OSError, EOFError) as error:
             target.report(f"{other} cannot be mended: {error}")
 
 
-def checked(found: Found) -> Record:
-    """Returns the record of a step that was read back without damage."""
-    if found.record is None:
-        raise UnsupportedFormat(
-            f"{found.path} was not written by jaxckpt. Copy it with `jaxckpt convert`."
-        )
-    report = verify_in(found.storage, found.path)
-    if report.problems:
+def contents_of(found: Found) -> Contents:
+    """Returns the files of a step, to be checked while they are copied.
+
+    Raises:
+        CorruptCheckpoint: the step is damaged, as far as its sizes and small files show.
+    """
+    contents = Contents.of(found)
+    report = None if contents.is_known else verify_in(found.storage, found.path)
+    if report is not None and report.problems:
         problem = report.problems[0]
         raise CorruptCheckpoint(f"{problem.file}: {problem.message}", file=problem.file)
-    return found.record
+    return contents
 
 
 def upload_token(found: Found) -> str:
@@ -217,8 +223,7 @@ def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
 class Sending:
     """Copies files from one directory to another, but not files already in the target."""
 
-    source: Storage
-    source_folder: str
+    source: Contents
     target: Storage
     folder: str
     pace: Pace
@@ -294,7 +299,7 @@ class Sending:
             if not left:
                 left = TRUSTED
                 drop_cached(storage, other)
-                if not same_bytes(storage, other, *self._source_of(name), size):
+                if not same_bytes(pieces(storage, other, size), self._read(name, size)):
                     self.bad[name] = other
                     return False
             storage.make_dir(posixpath.dirname(path))
@@ -305,11 +310,12 @@ class Sending:
         self.linked[name] = left - 1
         return True
 
-    def _source_of(self, name: str) -> tuple[Storage, str]:
-        return self.source, f"{self.source_folder}/{self.sources.get(name, name)}"
+    def _read(self, name: str, size: int) -> Iterator[bytes]:
+        return self.source.pieces(self.sources.get(name, name), size)
 
     def _is_same(self, name: str, size: int) -> bool:
-        return same_bytes(self.target, f"{self.folder}/{name}", *self._source_of(name), size)
+        there = pieces(self.target, f"{self.folder}/{name}", size)
+        return same_bytes(there, self._read(name, size))
 
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"
@@ -322,12 +328,11 @@ class Sending:
         commit_of(storage, self.folder).add(path, self._paced(name, size))
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:
-        for piece in pieces(*self._source_of(name), size):
+        for piece in self._read(name, size):
             self.pace.wait(len(piece))
             yield piece
 
 
-def same_bytes(a: Storage, path_a: str, b: Storage, path_b: str, size: int) -> bool:
-    """Returns whether two files of this size have the same bytes."""
-    both = zip(pieces(a, path_a, size), pieces(b, path_b, size), strict=True)
-    return all(x == y for x, y in both)
+def same_bytes(some: Iterable[bytes], others: Iterable[bytes]) -> bool:
+    """Returns whether two files, in equal pieces, have the same bytes."""
+    return all(x == y for x, y in zip(some, others, strict=True))

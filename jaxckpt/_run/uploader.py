@@ -41,7 +41,7 @@ from jaxckpt.errors import (
     SaveFailed,
 )
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, Single, lead
+from jaxckpt.multihost import Processes, lead
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -83,7 +83,7 @@ class Uploader:
         self.source, self.target = source, target = roots
         self.processes = processes
         # Those that have parts of a step, of which process 0 decides when they are sent.
-        self._senders: Processes = processes if source.own else Single()
+        self._senders: Processes = source.group.leaders
         self.leads = processes.index == 0
         self._taken: set[int] = set()  # steps whose upload has begun here
         self._pace = Pace(max_bytes_per_s)

@@ -34,10 +34,10 @@ from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Life, StepMetadata
 from jaxckpt.multihost import (
+    Group,
     Json,
     Processes,
     first_of,
-    leading,
     meet,
     raise_if_any,
     slowest_of,
@@ -66,12 +66,11 @@ class SaveRequest:
     path: str
     # The main one first. Emptied after the save, so that a handle does not keep the values.
     items: list[SaveItem]
-    processes: Processes
+    group: Group  # of the processes that save to the path
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     overwrite: Overwrite = False
-    own: bool = False  # whether each process saves what it holds on a disk of its own
     pace: Callable[[int], object] = int  # waits until so many bytes may be written
     life: Callable[[], Life | None] = lambda: None  # of the run; called once all have written
     replicas: Replicas | None = None  # whose differences mark a step of a run
@@ -82,6 +81,11 @@ class SaveRequest:
     skips: bool = False  # whether `problem` is the error of an earlier save
     timeout_s: float = DEFAULT_TIMEOUT_S
     started_ns: int = field(default_factory=time.time_ns)
+
+    @property
+    def processes(self) -> Processes:
+        """Returns all processes that save."""
+        return self.group.job
 
 
 # The latest save of each path and process, until it has ended. The process is part of the key
@@ -136,7 +140,7 @@ class SaveJob:
         request = self.request
         with self._in_turn():
             with self._beginning() as led:
-                if request.own or request.processes.index == 0:
+                if request.group.leads:
                     if request.problem is not None:
                         raise request.problem
                     self._transaction = _transaction.begin(
@@ -147,7 +151,7 @@ class SaveJob:
                         fence=request.fence,
                     )
                     led.value = self._work_of(self._transaction.token)
-            work = Work(*led.value, own=request.own, landed=self._landed)
+            work = Work(*led.value, landed=self._landed)
             self._write(work)
             with self._meter.phase("meet"):
                 if self.is_cancelled and self._problem is None:
@@ -156,18 +160,17 @@ class SaveJob:
                 if self._problem is not None and request.processes.count == 1:
                     raise self._problem
                 written = self._meet() if request.processes.count > 1 else []
-            all_commit = _own_commits(request) if request.own else _leading(request, "committed")
-            with self._meter.phase("commit"), all_commit, _explaining(request):
+            committing = _leading(request, "committed")
+            with self._meter.phase("commit"), committing, _explaining(request):
                 if self._transaction is not None:
                     files, known = _describe(request, work, written)
-                    processes = request.processes
                     self._transaction.commit(
                         files,
                         known=known,
                         lineage={},
                         phases=self._meter.timing().phases,
                         item=request.items[0].name,
-                        share=(processes.index, processes.count) if request.own else None,
+                        share=request.group.part,
                         life=request.life(),
                         differences=request.replicas.marked if request.replicas else (),
                     )
@@ -187,10 +190,9 @@ class SaveJob:
             self._meter.waited()
             yield
         except BaseException as error:
-            leads = request.own or request.processes.index == 0
             if self._transaction is not None:
                 self._transaction.abort()
-            elif leads and request.token is not None:
+            elif request.group.leads and request.token is not None:
                 # Other processes may have written where process 0 could not.
                 commit_of(request.storage, request.path).discard(request.token)
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
@@ -230,8 +232,8 @@ class SaveJob:
                         request.replicas.compare()
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
-                        item.write(request.storage, work, request.processes)
-                        if request.processes.index != 0 and not request.own:
+                        item.write(request.storage, work, request.group)
+                        if not request.group.leads:
                             self._leave_part(item, work)
             except Exception as error:  # reported at `written`, then raised
                 self._problem = error
@@ -255,7 +257,7 @@ class SaveJob:
         request = self.request
         report = {
             "seconds": self._meter.phases.get("write", 0.0),
-            "path": "" if request.own else request.path,
+            "path": request.group.common(request.path),
             "items": {item.name: item.said() for item in request.items},
             "parts": self._parts,
             "replicas": request.replicas and request.replicas.said(),
@@ -287,7 +289,7 @@ class SaveJob:
         if request.replicas is not None:
             name = f"{request.name}/replicas"
             request.replicas.settle(met.verdict["replicas"], name, timeout_s=request.timeout_s)
-        return [] if request.own else written
+        return written
 
 
 @contextlib.contextmanager
@@ -305,23 +307,8 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _own_commits(request: SaveRequest) -> Iterator[None]:
-    """Each process commits its own share, and none is alone with it."""
-    problem = None
-    try:
-        yield
-    except Exception as error:  # reported to the others, then raised
-        problem = error
-    name, where = f"{request.name}/committed", f"{request.path} was not saved"
-    timeout_s, path = request.timeout_s, f"saving {request.path}"
-    met = meet(request.processes, name, None, problem, timeout_s=timeout_s, where=path)
-    met.check(problem, where)
-
-
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
-    return leading(
-        request.processes,
+    return request.group.leading(
         f"{request.name}/{what}",
         where=f"{request.path} was not saved",
         timeout_s=request.timeout_s,

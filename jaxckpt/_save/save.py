@@ -22,7 +22,7 @@ from jaxckpt._save.job import DEFAULT_TIMEOUT_S, SaveJob, SaveRequest
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt._save.worker import Worker
 from jaxckpt.format import jsontext, names
-from jaxckpt.multihost import Json, Processes, current, lead, meet
+from jaxckpt.multihost import Group, Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, listing, locate
 from jaxckpt.types import OnProgress
 
@@ -179,7 +179,7 @@ def prepare(
         storage=storage,
         path=where,
         items=taken,
-        processes=processes,
+        group=Group.together(processes),
         name=name,
         meter=meter,
         custom_metadata=metadata,

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.data_files import Written
-from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
 from jaxckpt._disk.writer import NOTHING_REUSED, write_arrays
 from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
 from jaxckpt.errors import TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, names, step
-from jaxckpt.multihost import Json, Processes
+from jaxckpt.multihost import Group, Json, Processes
 from jaxckpt.storage import Storage
 
 
@@ -46,7 +46,7 @@ class FileItem:
     def arrive(self) -> None:
         """Waits for nothing: files are on the host."""
 
-    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
+    def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes nothing: process 0 writes all files."""
 
     def part(self) -> bytes | None:
@@ -111,12 +111,12 @@ class TreeItem:
         if self.snapshot is not None:
             self.snapshot = arrived(self.snapshot, self.tree.sources)
 
-    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
+    def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
-        folder, writes, leads = folder_of(self, work), self.tree.writes, processes.index == 0
+        folder, writes, leads = folder_of(self, work), self.tree.writes, group.job.index == 0
         snapshot, self.snapshot = self.snapshot, None
-        is_whole = processes.count == 1
+        is_whole = group.job.count == 1
         mark, reused = "" if is_whole else work.mark, NOTHING_REUSED
         if self.changes is not None:
             reused = self.changes.reused(snapshot, storage, folder, mark)
@@ -128,7 +128,7 @@ class TreeItem:
             self.written = written
         self.manifest = written.manifest
         self.tables = [Table(written.places, writes.units, written.sums)]
-        if work.own:  # also the held chunks that other processes write to the directory
+        if group.part is not None:  # also held chunks that others write to the directory
             writes = self.tree.held
             held = write(writes=writes, describe=not leads, name=names.new_held_file)
             self.tables = [*self.tables, Table(held.places, writes.units, held.sums)]
@@ -185,6 +185,8 @@ class TreeItem:
         files[names.CHUNK_SUMS] = sums_of(tables, stored)
         files[names.OCDBT_MANIFEST], sizes = self.manifest, {}
         if processes.count > 1:
+            if len(self.tables) == 1:  # else other disks have the rest
+                check_complete(item, tables, stored)
             files[names.OCDBT_MANIFEST], sizes = unite(storage, item, tables, stored, work)
         return files, {name: step.FileFacts(size=size) for name, size in sizes.items()}
 
@@ -199,7 +201,7 @@ class SaveItem(Protocol):
     @property
     def size_bytes(self) -> int: ...
     def arrive(self) -> None: ...
-    def write(self, storage: Storage, work: Work, processes: Processes) -> None: ...
+    def write(self, storage: Storage, work: Work, group: Group) -> None: ...
     def part(self) -> bytes | None: ...
     def said(self) -> Json: ...
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]: ...

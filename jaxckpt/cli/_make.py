@@ -159,7 +159,7 @@ def upload(
 
     SRC and DST are roots of runs; DST may be in a bucket, and is made if missing. Copies the newest
     step first, or only those given, and goes on where an earlier upload was cut off. Each is
-    verified before it is sent. Refuses steps of another run, and leaves out those that the run
+    checked while it is sent. Refuses steps of another run, and leaves out those that the run
     abandoned for an earlier step.
 
     Of a run on several hosts, SRC is the share of a process. Run this on each host, on that of

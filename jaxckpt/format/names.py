@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Final
 
 ORBAX_MARKER: Final = "orbax.checkpoint"
@@ -135,9 +136,9 @@ def share(rank: int) -> str:
     return f"{_SHARE}{rank}"
 
 
-def is_share(name: str) -> bool:
-    """Returns whether a directory of a local disk is the share of a process."""
-    return name.startswith(_SHARE) and name.removeprefix(_SHARE).isdigit()
+def shares(entries: Iterable[str]) -> list[str]:
+    """Returns the directories of a local disk that are shares of processes."""
+    return [n for n in entries if n.startswith(_SHARE) and n.removeprefix(_SHARE).isdigit()]
 
 
 def guest(token: str) -> str:

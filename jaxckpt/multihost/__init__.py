@@ -2,6 +2,7 @@
 
 _protocol     barrier, gather and agree
 _collective   makes all processes return or all raise
+_group        the processes that write to one directory
 _distributed  the rounds over a key-value service
 _service      JAX's coordination service
 _single       one process
@@ -20,6 +21,7 @@ from jaxckpt.multihost._collective import (
     text_of,
 )
 from jaxckpt.multihost._distributed import Distributed
+from jaxckpt.multihost._group import Group
 from jaxckpt.multihost._protocol import Device, Json, Processes
 from jaxckpt.multihost._service import current, playing
 from jaxckpt.multihost._single import Single
@@ -27,6 +29,7 @@ from jaxckpt.multihost._single import Single
 __all__ = [
     "Device",
     "Distributed",
+    "Group",
     "Json",
     "Meeting",
     "Processes",

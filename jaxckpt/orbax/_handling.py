@@ -29,7 +29,7 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
 from jaxckpt.format import names, step
-from jaxckpt.multihost import Processes
+from jaxckpt.multihost import Group, Processes
 from jaxckpt.orbax import args
 from jaxckpt.storage import LocalStorage, Storage
 from jaxckpt.storage._large import pieces
@@ -67,8 +67,9 @@ class FolderItem(FileItem):
     end: Callable[[], None]  # ends the handler's work in the background
     facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of the copied files
 
-    def write(self, storage: Storage, work: Any, processes: Processes) -> None:
+    def write(self, storage: Storage, work: Any, group: Group) -> None:
         """Waits for the handler and copies its files."""
+        processes = group.job
         own = names.process_file(processes.index, processes.count)
         with self.source as root:
             self.end()
@@ -104,10 +105,10 @@ class _Private:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._item, name)
 
-    def write(self, storage: Storage, work: Any, processes: Processes) -> None:
+    def write(self, storage: Storage, work: Any, group: Group) -> None:
         for path in (work.path, posixpath.join(work.path, self._item.name).rstrip("/")):
             make_dir(storage, path, self._mode, is_new=True)
-        self._item.write(storage, work, processes)
+        self._item.write(storage, work, group)
 
 
 def several(items: Items, mode: int | None) -> Several:

@@ -37,7 +37,12 @@ class _Reference(NamedTuple):
 
 
 def find_values(
-    storage: Storage, path: str, *, max_keys: int | None = None, wanted: Iterable[str] | None = None
+    storage: Storage,
+    path: str,
+    *,
+    max_keys: int | None = None,
+    wanted: Iterable[str] | None = None,
+    nodes: list[Place] | None = None,
 ) -> Values | None:
     """Returns the values of the database in a directory, or their places, by key.
 
@@ -45,6 +50,7 @@ def find_values(
         max_keys: If there are more keys, only those that are wanted are found, on their paths
             through the tree.
         wanted: A few keys, whose values are then returned, perhaps with others.
+        nodes: Receives where the nodes of the tree lie that were read.
 
     Returns:
         None if there are more keys than `max_keys` and `wanted` is None, or if only TensorStore can
@@ -72,6 +78,8 @@ def find_values(
             ]
     except Foreign:
         return None
+    if nodes is not None:
+        nodes += read
     if some_keys is None and len(found) != most:
         raise ValueError(f"{path}/{OCDBT_MANIFEST}: {len(found)} keys were found, not {most}")
     return found

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt._disk.commit import Work
-from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
@@ -97,9 +97,9 @@ def test_a_value_that_nobody_wrote_is_noticed(tmp_path):
     work = Work(str(tmp_path), "")
 
     with pytest.raises(SaveFailed, match="no process wrote 1 of the 6 values"):
-        unite(LocalStorage(), str(tmp_path), [one], ARRAYS, work)
+        check_complete(str(tmp_path), [one], ARRAYS)
 
-    _, sizes = unite(LocalStorage(), str(tmp_path), [one], ARRAYS, work._replace(own=True))
+    _, sizes = unite(LocalStorage(), str(tmp_path), [one], ARRAYS, work)
     assert len(sizes) == 1
 
 

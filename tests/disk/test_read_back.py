@@ -25,7 +25,7 @@ from jaxckpt._disk.read_back import damaged_chunks
 from jaxckpt._save import unchanged
 from jaxckpt._save.snapshot import take_tree
 from jaxckpt.format import arrays, names
-from jaxckpt.multihost import Single
+from jaxckpt.multihost import Group, Single
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import simulate
 from tests.strategies import same
@@ -92,7 +92,7 @@ def test_each_damaged_chunk_is_found(ram_path, limits, layout):
     zstd = 1 if "zstd" in layout else None
     item = take_tree("s", tree, Single(), copy=True, zstd=zstd, storage=storage)
     item.arrive()
-    item.write(storage, Work(path, ""), Single())
+    item.write(storage, Work(path, ""), Group.together(Single()))
     written, chunks, found = item.written, item.tree.writes.chunks, 0
     assert {c.stored.inner_shape is not None for c in chunks} >= {"inner" in layout}
 

@@ -51,6 +51,7 @@ from tests.waiting import wait_until
 TWO = [0, 1]
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = ("_jaxckpt.disk", "_jaxckpt.run")
+LOCK = Path(names.LOCK)
 
 pytestmark = pytest.mark.multihost
 
@@ -117,6 +118,22 @@ def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
     ] * 2
     assert places(said, tmp_path) == ["host0", "run"]
     assert [one["start"] for one in train(0)] == [5, 5]
+
+
+@pytest.mark.parametrize("lost", TWO)
+def test_a_new_disk_takes_no_steps_from_the_other(train, tmp_path, lost):
+    """While the run saves nothing, no disk decides what stays on another."""
+    train(5)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    share = tmp_path / f"host{1 - lost}" / "local" / "share_0"
+    before = sorted(path.relative_to(share) for path in share.rglob("*") if path.is_file())
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [4, 4]
+    assert said[1 - lost]["tiers"]["local"] == [4, 5]
+    assert {path.relative_to(share) for path in share.rglob("*")} >= {*before} - {LOCK}
+    assert all(jaxckpt.verify(share / step).ok for step in "45")
 
 
 def test_steps_of_an_earlier_life_go(train, tmp_path):

@@ -15,6 +15,7 @@ import jaxckpt
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree, StepExists
 from jaxckpt.multihost import (
     Distributed,
+    Group,
     Processes,
     Single,
     _service,
@@ -68,6 +69,40 @@ def test_where_process_0_leads_all_raise_if_it_fails(error, others):
     assert heard[0][0] == others
     if others == "ProcessesDisagree":
         assert heard[0][1:] == ("/run/1: process 0 failed: ValueError: no", {0: "ValueError: no"})
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_leaders_of_groups_act_for_a_job(apart):
+    """Process 0 in a place of all, else each process; all hear the verdict, or what failed."""
+
+    def act(us, failing=()):
+        group = Group.apart(us) if apart else Group.together(us)
+        with group.leading("act", max, where="there", timeout_s=60) as led:
+            if group.leads:
+                if us.index in failing:
+                    raise KeyError(us.index)
+                led.value = 10 + us.index
+        compared = group.compare("compare", lambda: us.index, sum, timeout_s=60)
+        facts = group.job is us, group.follows, group.part, group.common("/a")
+        return group.leads, led.value, compared, facts
+
+    def act_and_fail(us):
+        with pytest.raises((KeyError, ProcessesDisagree)) as caught:
+            act(us, failing=(0, 2))
+        return caught.type.__name__
+
+    found = simulate(3, act)
+    failed = simulate(3, act_and_fail)
+
+    if not apart:
+        facts = True, False, None, "/a"
+        assert found == [(i == 0, 10, None, facts) for i in range(3)]
+        assert failed == ["KeyError", "ProcessesDisagree", "ProcessesDisagree"]
+        return
+    alike = "the disks of 3 processes"
+    assert found == [(True, 12, 3, (True, i > 0, (i, 3), alike)) for i in range(3)]
+    assert failed == ["KeyError", "ProcessesDisagree", "KeyError"]
 
 
 @pytest.mark.multihost

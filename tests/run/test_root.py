@@ -29,7 +29,7 @@ from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Doomed, Lease, Owner, StepNames
 from jaxckpt.format.step import Record
-from jaxckpt.multihost import Single
+from jaxckpt.multihost import Group, Single
 from jaxckpt.storage import LocalStorage, MemoryStorage, listing
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
 from jaxckpt.testing._storage import MUTATING_VERBS
@@ -805,7 +805,7 @@ def test_opening_leaves_the_file_of_a_writer_that_lives(disk):
 def opened(disk):
     """Opens the run as a manager does."""
     found = disk.run()
-    opening = Opening(found.owner, found.deletion, Single())
+    opening = Opening(found.owner, found.deletion, Group.together(Single()))
     opening.open(None, saves=None, timeout_s=30)
     opening.end("the test is over")
 
@@ -834,7 +834,7 @@ def test_what_this_process_is_saving_is_not_cleared_up(disk):
             storage=disk.storage,
             path=f"{disk.root}/5",
             items=[],
-            processes=Single(),
+            group=Group.together(Single()),
             name="save",
             meter=Meter("save", f"{disk.root}/5"),
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, ocdbt
-from jaxckpt.storage import locate
+from jaxckpt.storage import _large, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from tests.commandline import cli, said_json
 from tests.twins import watched
@@ -88,6 +90,24 @@ def test_an_upload_goes_on_where_it_was_cut_off(source, target):
     assert done.found_bytes == sent > 4 * SIZE
     assert done.sent_bytes > 0
     assert jaxckpt.verify(f"{target}/3").ok
+
+
+def test_each_file_is_read_once(source, target):
+    """Values are checked while they are sent, and not read before."""
+    reads = Counter()
+
+    def before(verb, path):
+        if verb.startswith("read") and names.is_data_file(path):
+            reads[path] += 1
+
+    uploading.upload(index_of(watched(source, before)), index_of(target), 3)
+
+    sizes = {path: Path(path).stat().st_size for path in reads}
+    pieces = {path: -(-size // _large._PIECE_BYTES) for path, size in sizes.items()}
+    assert {path: n for path, n in reads.items() if sizes[path] > SIZE} == {
+        path: n for path, n in pieces.items() if sizes[path] > SIZE
+    }
+    assert max(sizes.values()) > 3 * 4 * SIZE
 
 
 def test_the_state_goes_before_other_items(source, target):
