@@ -98,8 +98,8 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
     replaced, problem = _replace_bad(bad, ours, theirs, step)
     while not (report := verify_in(ours.storage, ours.path)).ok:
         named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
-        mine = ours.recorded(ours.path).keys() - theirs.recorded(theirs.path).keys()
-        files = sorted(filter(names.is_data_file, (named & mine) - {*replaced}))
+        mine = ours.recorded(ours.path).keys() - {*replaced}
+        files = sorted(filter(names.is_data_file, named & mine))
         if problem is None and (not files or report.problems[0].unreadable):
             left = report.problems[0].message
             problem = SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {left}")

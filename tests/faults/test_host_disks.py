@@ -215,12 +215,12 @@ ALL = ["split", "whole", "count"]
     [
         ("d", ["split"], ["run", "run"]),  # a chunk that no other disk has
         ("d", ALL, ["host0", "host1"]),
+        pytest.param("ocdbt.process_held", ALL, ["host0", "host1"], marks=pytest.mark.slow),
+        # With the other files of the step goes the position that only this disk has.
         *(
-            pytest.param(part, ALL, ["host0", "host1"], marks=pytest.mark.slow)
-            for part in ("ocdbt.process_held", "gone")
+            pytest.param(part, ALL, ["run", "run"], marks=pytest.mark.slow)
+            for part in ("gone", "_METADATA")
         ),
-        # With it goes the position that only this disk has.
-        pytest.param("_METADATA", ALL, ["run", "run"], marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_share_is_mended(train, tmp_path, part, kinds, read):
