@@ -132,13 +132,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1681, 11, 20),
-    "manager open + save": (3711, 16, 36),
-    "open + save, local": (6395, 18, 133),  # its threads may do a little more or less
-    "restore(path, like)": (2240, 14, 9),
-    "manager.restore(like)": (2724, 18, 11),
+    "save again": (1719, 11, 20),
+    "manager open + save": (3761, 16, 36),
+    "open + save, local": (6056, 18, 124),  # its threads may do a little more or less
+    "restore(path, like)": (2248, 14, 9),
+    "manager.restore(like)": (2762, 18, 11),
     "open": (574, 10, 6),
-    "verify": (1761, 15, 17),
+    "verify": (1855, 15, 17),
 }
 
 
@@ -175,19 +175,19 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2407, 1539),
-    "_disk": (4764, 3361),
+    "_disk": (4948, 3491),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
-    "_restore": (2071, 1553),
-    "_run": (8690, 6032),
-    "_save": (2351, 1641),
+    "_restore": (2072, 1554),
+    "_run": (8659, 5985),
+    "_save": (2340, 1631),
     "cli": (4523, 3234),
-    "format": (3222, 2144),
+    "format": (3223, 2145),
     "integrations": (456, 247),
-    "multihost": (885, 572),
-    "orbax": (6044, 3684),
+    "multihost": (1003, 642),
+    "orbax": (6045, 3685),
     "pages": (2006, 1426),
-    "storage": (4093, 2747),
+    "storage": (4101, 2754),
     "testing": (1057, 700),
 }
 

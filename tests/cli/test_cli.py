@@ -1043,7 +1043,7 @@ def test_a_shell_completes_the_line(root, words, wanted):
     assert done.stderr == ""
 
 
-WITHOUT_STEPS = {"report", "scrub", "doctor", "import", "heal", "gc", "migrate"}
+WITHOUT_STEPS = {"report", "plan", "scrub", "doctor", "import", "heal", "gc", "migrate"}
 
 
 def test_the_steps_of_every_command_complete(root):

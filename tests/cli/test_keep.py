@@ -190,7 +190,7 @@ def test_rm_refuses_a_pinned_step(root):
 def test_rm_leaves_a_step_that_is_being_read(root):
     """The others go; the error says what stayed and why."""
     reader = run_at(LocalStorage(), str(root)).leases
-    with reader.hold(100):
+    with reader.protect(100):
         code, _, err = cli("rm", root, 100, 200, "--yes")
 
     assert code == 2
@@ -415,7 +415,7 @@ def test_gc_deletes_nothing_while_a_step_that_stays_is_damaged(root):
 def test_gc_leaves_a_step_that_is_being_read(root):
     """And says so; the next gc may delete it."""
     reader = run_at(LocalStorage(), str(root)).leases
-    with reader.hold(300):
+    with reader.protect(300):
         code, found = said_json("gc", root, "--last", 1, "--yes")
 
     assert code == 0
