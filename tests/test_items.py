@@ -299,7 +299,7 @@ def deletion(storage, root):
     index = StepIndex(storage, root)
     leases = Leases(index)
     owner = Ownership(index, leases)
-    owner.take_over()
+    owner.take_over(None)
     return Deletion(index, leases, owner)
 
 

@@ -34,7 +34,7 @@ def deletion(index):
     """What deletes steps of a run, for a job that owns it."""
     leases = Leases(index)
     owner = Ownership(index, leases)
-    owner.take_over()
+    owner.take_over(None)
     return Deletion(index, leases, owner)
 
 

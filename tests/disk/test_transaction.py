@@ -326,6 +326,7 @@ def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
 
         def save(storage, seed, world=world, acknowledged=acknowledged):
             job = world.job(storage, seed)
+            job.queue()
             job._before = None  # as in another process, which does not wait for it
             with contextlib.suppress(jaxckpt.CheckpointError):
                 job.run()
