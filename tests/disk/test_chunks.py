@@ -136,7 +136,7 @@ def test_any_sharding_any_limit_any_cast(ram_path, data):
         jaxckpt.save(path, tree)
         patch.setattr(_chunks, "_RUN_BYTES", draw(st.sampled_from([1, 20_000, 8 << 20])))
         patch.setattr(_chunks, "_RUN_CHUNKS", draw(st.sampled_from([1, 3, 256])))
-        patch.setattr(_reader, "_BATCH_BYTES", draw(st.sampled_from([1, 99_999, 16 << 20])))
+        patch.setattr(_reader, "BATCH_BYTES", draw(st.sampled_from([1, 99_999, 16 << 20])))
 
         plain = jaxckpt.restore(path, as_numpy=True, budget_bytes=budget)
         try:
