@@ -58,7 +58,6 @@ class WritePlan:
     described: tuple[tuple[str, bytes], ...]
     chunks: tuple[ChunkWrite, ...]  # direct chunks first
     units: tuple[int, ...]  # numbers of chunks and inner chunks in the file of checksums
-    unit_count: int  # chunks and inner chunks of the whole tree, of all processes
 
 
 class Reused(NamedTuple):
@@ -103,7 +102,6 @@ def plan_writes(
         described=tuple(described),
         chunks=tuple(chunks),
         units=tuple(units),
-        unit_count=starts[-1],
     )
 
 

@@ -321,28 +321,31 @@ class Saver:
         return root, tiers.uploader.expect(step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
-        """Logs the time that is left after a notice, beside what this run has measured.
+        """Logs the time that is left after a notice or signal, beside what this run has measured.
 
         If the upload of the step fits, an older upload under way gives way to it.
         """
         left_s = self.preemption.left_s
-        if left_s is None or self._processes.index != 0:
+        if self._processes.index != 0:
             return
         times = {"a save": self.due.schedule.costs.save_s}
         if self._tiers is not None:
             times["its upload"] = self._tiers.uploader.seconds_for(size_bytes)
         known = {what: seconds for what, seconds in times.items() if seconds is not None}
         texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
+        why = "a signal to stop" if left_s is None else f"the end of this host in {left_s:.0f} s"
         fits = "this fits"
-        if sum(known.values()) > left_s:
+        if left_s is None:
+            fits = "how much time is left is unknown"
+        elif sum(known.values()) > left_s:
             fits = "this does not fit; it is tried"
             if self._tiers is not None:
                 first = f"the upload begins with {self._options.item}"
                 fits = f"this does not fit; it is saved here, and {first}"
         elif known.get("its upload") is not None and self._tiers is not None:
             self._tiers.uploader.hurry(step)
-        why = "; ".join([*texts, fits]) if known else "nothing is measured yet"
-        self._index.warn(f"saving for the end of this host in {left_s:.0f} s: {why}")
+        text = "; ".join([*texts, fits]) if known else "nothing is measured yet"
+        self._index.warn(f"saving step {step} for {why}: {text}")
 
     def _take(
         self,

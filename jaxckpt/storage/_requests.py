@@ -206,11 +206,10 @@ class Requests:
     """
 
     def __init__(self, scheme: str, bucket: str, settings: StoreSettings, source: Login) -> None:
-        self.hedged = 0  # reads that were sent twice
         self.heard_s = 0.0  # when the store answered last
         self._scheme, self._bucket, self._name = scheme, bucket, f"{scheme}://{bucket}"
         self._settings, self._source = settings, source
-        self._lock = threading.Lock()  # guards the three below, and `hedged`
+        self._lock = threading.Lock()  # guards the three below
         self._peers: dict[int, deque[float]] = {}  # seconds, by the magnitude of the size
         self._read_bytes = 0
         self._hedged_bytes = 0
@@ -303,7 +302,6 @@ class Requests:
             allowed = self._hedged_bytes + size <= max(_HEDGE_BYTES * self._read_bytes, 1 << 20)
             if allowed:
                 self._hedged_bytes += size
-                self.hedged += 1
             return allowed
 
     def _explained(

@@ -2554,10 +2554,14 @@ def test_a_manager_closed_in_another_thread_does_not_end_the_job(tmp_path, state
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_step_of_a_signal_is_saved_once(tmp_path, number):
-    """Whatever the policy says; `reached_preemption` is then true, and handlers are chained."""
+def test_the_step_of_a_signal_is_saved_once(tmp_path, number, caplog):
+    """Whatever the policy says; `reached_preemption` is then true, and handlers are chained.
+
+    The log has what was decided, and how long that takes as far as the run has measured it.
+    """
     heard = []
     with (
+        caplog.at_level("WARNING", "jaxckpt"),
         handler(number, lambda *_: heard.append("before")),
         CheckpointManager(tmp_path, save=SavePolicy(every_steps=100)) as manager,
     ):
@@ -2576,6 +2580,9 @@ def test_the_step_of_a_signal_is_saved_once(tmp_path, number):
         assert after == (None, True)
         assert manager.all_steps() == [2]
         assert heard == ["before", "before"]
+    assert [one.getMessage() for one in caplog.records] == [
+        "saving step 2 for a signal to stop: nothing is measured yet"
+    ]
 
 
 def test_a_signal_may_be_left_alone(tmp_path):
