@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -338,16 +337,12 @@ def test_several_processes(ram_path, mesh):
 @pytest.mark.parametrize("where", ["run", "local"])
 def test_a_flip_with_a_local_tier(ram_path, where):
     """Of the two newest durable steps one is good, and at most nine more are bad."""
-    kept, found, errors = on_device(), [], []
+    kept, found = on_device(), []
     with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
         for step in range(1, 26):
             handle = manager.save(step, state(step, kept))
-            try:
-                handle.durable()
-            except jaxckpt.CorruptCheckpoint as error:  # its local copy is not uploaded
-                errors.append(error)
-            with contextlib.suppress(jaxckpt.CorruptCheckpoint):
-                manager.wait_until_finished()
+            handle.durable()
+            manager.wait_until_finished()
             found.append(bad_steps(ram_path / where))
             assert not {step, step - 1} <= {*found[-1]}
             if step == 4:
@@ -360,13 +355,11 @@ def test_a_flip_with_a_local_tier(ram_path, where):
         assert max(map(len, found)) == 10
         assert any("is damaged, so it was sent again" in one for one in problems)
         assert sum("is mended" in one for one in problems) == 10
-        assert errors == []
     else:
         assert found[4] == [5]  # two are kept
         assert all(len(bad) <= 1 for bad in found)
-        assert 0 < len(errors) <= 9
     assert found[-1] == []
-    for step in (1, 2, 24, 25):
+    for step in range(1, 26):  # a bad local file is not sent: the directory has that file
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), state(step, kept))
 
 
