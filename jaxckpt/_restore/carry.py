@@ -165,16 +165,16 @@ def words_for(size_bytes: int) -> int:
     return -(-size_bytes // step) * step // 4
 
 
-def add_up(mesh: Mesh, index: int, mine: Values) -> Values:
-    """Returns the sum of the bytes of all processes, of which only one has each; the rest are zero.
+def adding(mesh: Mesh, index: int, mine: Values) -> Callable[[], Values]:
+    """Prepares to add up bytes, of which one process has each, others a zero; all call the result.
 
     Args:
         mesh: Of one device of each process.
         index: Of this process in it.
         mine: `uint8[n]`, where n is 4 * `words_for` of something.
     """
-    added = _adding(mesh, len(mine) // 4)(_rows(mesh, index, mine))
-    return np.asarray(added.addressable_data(0)).view(np.uint8)
+    program, rows = _adding(mesh, len(mine) // 4), _rows(mesh, index, mine)
+    return lambda: np.asarray(program(rows).addressable_data(0)).view(np.uint8)
 
 
 def _rows(mesh: Mesh, index: int, mine: Values) -> Any:

@@ -13,6 +13,7 @@ the process dies, the next job removes it. If a chunk is on no disk, nothing is 
 from __future__ import annotations
 
 import base64
+import contextlib
 import posixpath
 import secrets
 import socket
@@ -32,7 +33,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, NotHere, Wanted
 from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
-from jaxckpt._restore.carry import add_up, one_each, words_for
+from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline
 from jaxckpt._run.index import StepIndex
@@ -88,20 +89,12 @@ class Coverage:
         Returns:
             A problem, alike in all processes; None if they can.
         """
-        path = self.share.path(self.step)
-        try:
-            self._disk = Disk(find(self.share.storage, path))
-        except _FAILURES:  # it is missing or damaged
-            self.is_damaged = self.step in self.share.steps()
-        outline = None if self._disk is None else self._disk.outline
-        newest = self.share.steps()[-1:]
-        lives = [
-            list(self.share.saved(n)) for n in {*newest, *[self.step] * (self._disk is not None)}
-        ]
-        mine = [socket.gethostname(), outline is not None, lives]
-        first, self._who, is_astray = self._gather("disks", mine, partial(_first, self.step))
-        if is_astray:
-            return self._unusable("the run went on without it on another disk")
+        path, disk = self.share.path(self.step), self._look()
+        outline = None if disk is None else disk.outline
+        mine = [socket.gethostname(), disk and disk.found.origin, self._lives()]
+        first, self._who, why = self._gather("disks", mine, partial(_first, self.step))
+        if why is not None:
+            return self._unusable(why)
         if first is None or jax.process_count() != self.processes.count:
             return self._unusable("no disk has what is alike in all parts")
         if self._who:
@@ -110,8 +103,30 @@ class Coverage:
             sent = self._gather("outline", given, lambda all_: all_[first])
             outline = outline or base64.b64decode(sent)
         assert outline is not None
+        return self._together("introduced", partial(self._make_first, outline, path))
+
+    def _look(self) -> Disk | None:
+        """Opens the step on this disk, unless it is missing or damaged."""
+        try:
+            self._disk = Disk(find(self.share.storage, self.share.path(self.step)))
+        except _FAILURES:
+            with contextlib.suppress(*_FAILURES):
+                self.is_damaged = self.step in self.share.steps()
+        return self._disk
+
+    def _lives(self) -> list[Any]:  # JSON
+        """Returns how the run got to the step and to the newest one here, as far as is readable."""
+        lives, steps = [], {self.step} if self._disk is not None else set[int]()
+        with contextlib.suppress(*_FAILURES):
+            steps |= {*self.share.steps()[-1:]}
+        for number in steps:
+            with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
+                lives.append(list(self.share.saved(number)))
+        return lives
+
+    def _make_first(self, outline: bytes, path: str) -> None:
         self._outline = decode_outline(outline, f"{path}/{names.RECORD}")
-        return self._together("introduced", lambda: self._commit(self._begin(), {}))
+        self._commit(self._begin(), {})
 
     def complete(self, error: Exception | None) -> str | None:
         """Lets every process read what it lacked in its last try.
@@ -183,23 +198,25 @@ class Coverage:
             problem = error
         totals = [size + tail for _, size, tail in chosen]
         for group in grouped(range(len(union)), totals, self.budget_bytes // 8):
-            mine, at = np.zeros(words_for(sum(totals[i] for i in group)) * 4, np.uint8), 0
+            add, at = None, 0
             try:
+                mine = np.zeros(words_for(sum(totals[i] for i in group)) * 4, np.uint8)
                 for i in group if problem is None else ():
                     if chosen[i][0] == self.processes.index:
                         assert self._disk is not None
                         data = self._disk.read(have[union[i]])
                         mine[at : at + totals[i]] = np.frombuffer(data, np.uint8)
                     at += totals[i]
+                if mesh is not None:  # what may fail here comes before all go into the operation
+                    add = adding(mesh, self.processes.index, mine)
             except Exception as error:  # reported to the others
                 problem = error
             if told := self._meet("carry", problem):
                 return told
             try:
                 assert attempt is not None
-                assert mesh is not None
-                added = add_up(mesh, self.processes.index, mine)
-                self._take(attempt, [(union[i], chosen[i]) for i in group], added)
+                assert add is not None
+                self._take(attempt, [(union[i], chosen[i]) for i in group], add())
             except Exception as error:  # reported in the next round
                 problem = error
 
@@ -308,20 +325,23 @@ class Coverage:
 
 
 def _first(step: int, given: list[Any]) -> Json:
-    """Returns who has a step first, which processes lack it, and whether the run left it behind.
+    """Returns who has a step first, which processes lack it, and why it is of no use, if so.
 
     Args:
-        given: The host of each process, whether its disk has the step, and how the run got to the
-            step and to the newest one there.
+        given: The host of each process, the save that the step on its disk is of, if it has one,
+            and how the run got to the step and to the newest one there.
     """
-    first = next((i for i, (_, has, _) in enumerate(given) if has), None)
+    first = next((i for i, (_, save, _) in enumerate(given) if save), None)
     lives = [
         Saved(number, tuple(map(tuple, starts)), run)
         for _, _, some in given
         for number, starts, run in some
     ]
-    lacking = {i: host for i, (host, has, _) in enumerate(given) if not has}
-    return [first, _told(lacking, "its part"), step in astray(lives, None)]
+    lacking = {i: host for i, (host, save, _) in enumerate(given) if not save}
+    why = "the run went on without it on another disk" if step in astray(lives, None) else None
+    if len({save for _, save, _ in given if save}) > 1:
+        why = "the disks have it from different saves"
+    return [first, _told(lacking, "its part"), why]
 
 
 def _united(given: list[Any]) -> Json:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 
+from jaxckpt._run.coverage import _first
+from jaxckpt.format import names
 from tests.faults import coverage_children as children
 from tests.faults.jobs import started
 
@@ -80,3 +83,27 @@ def test_a_flipped_bit_is_never_loaded(trial, zygote, ram_path, part):
     for seed, said in enumerate(zip(*results, strict=True)):
         with trial("55", f"flipped {part}/{seed}"):
             assert said == (3, 3, 3)
+
+
+def test_a_damaged_record_ends_no_other_process(zygote, ram_path):
+    """Another disk is new, so the processes ask each other what is on their disks."""
+    run(zygote, ram_path, [0, 1, 2], STEPS, 3, False, count=3)
+    wipe(ram_path, 0)
+    [record] = ram_path.glob(f"host1/local/share_0/{STEPS}/{names.RECORD}")
+    data = bytearray(record.read_bytes())
+    data[10] ^= 4
+    record.write_bytes(data)
+
+    said = run(zygote, ram_path, [0, 1, 2], 0, 3, False, count=3)
+
+    assert [one["start"] for one in said] == [STEPS] * 3
+
+
+def test_disks_with_different_saves_of_a_step_are_not_put_together():
+    """One may have been unreadable for a moment when the steps were listed."""
+    both: Any = _first(3, [["a", "one", []], ["b", None, []], ["c", "two", []]])
+    one: Any = _first(3, [["a", None, []], ["b", "two", []]])
+
+    assert both[:2] == [0, "process 1 on b lacks its part"]
+    assert "different saves" in both[2]
+    assert one == [1, "process 0 on a lacks its part", None]
