@@ -9,7 +9,7 @@ step. If it is lost or damaged itself, it is taken from the good copy first, if 
 one save. Steps whose unchanged arrays share a bad file get a link to the mended one.
 
 The share of a process has other files than the step in the directory, but the same chunks. So the
-chunks of a damaged file are copied from there one by one, and the share is verified by its record.
+bad chunks of a file are copied from there one by one, and the share is verified by its record.
 In the other direction, each process replaces the files that it has sent; a file that unites the
 parts of all is in no share.
 """
@@ -17,26 +17,30 @@ parts of all is in no share.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found
+from jaxckpt._disk.found import Found, Wanted
+from jaxckpt._disk.reader import keys_here
 from jaxckpt._inspect.verify import verify_in
+from jaxckpt._run.disks import Disk
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
 from jaxckpt._run.upload import contents_of, same_bytes, upload_token
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
+from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode, decode_record, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
-from jaxckpt.storage._values import find_values
+
+_BUDGET_BYTES: Final = 256 << 20
 
 
 def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
@@ -106,8 +110,8 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
         if problem is not None:
             raise problem
         for name in files:
-            _put_chunks(ours, theirs, name)
-            _link_to_others(bad, step, name)
+            if _put_chunks(ours, theirs, name):
+                _link_to_others(bad, step, name)
         replaced += files
         bad.forget(step)
     return replaced
@@ -175,7 +179,10 @@ def _link_to_others(run: StepIndex, number: int, name: str) -> None:
         if other == number or storage.kind(file) != "file":
             continue
         both = pieces(storage, mended, size), pieces(storage, file, size)
-        if storage.size(file) != size or not same_bytes(*both):
+        if storage.size(file) == size and same_bytes(*both):
+            continue
+        # It may have other parts of the file, and better.
+        if any(problem.file == file for problem in verify_in(storage, path).problems):
             storage.delete_files([file])
             storage.link(mended, file)
             storage.sync(posixpath.dirname(file))
@@ -210,32 +217,30 @@ def _replace(ours: Found, name: str, data: Iterator[bytes]) -> None:
     ours.storage.write(path, data)
 
 
-def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
-    """Writes a data file again, its chunks as the other copy has them."""
+def _put_chunks(ours: Found, theirs: Found, name: str) -> bool:
+    """Writes a data file again, its bad chunks as the other copy has them.
+
+    Returns:
+        Whether the file was there; if not, what only other steps have in it is lost.
+    """
     size, path = ours.recorded(ours.path)[name].size, f"{ours.path}/{name}"
     data: Any = np.zeros(size, np.uint8)
-    if ours.storage.kind(path) == "file" and ours.storage.size(path) == size:
+    if is_there := ours.storage.kind(path) == "file" and ours.storage.size(path) == size:
         ours.storage.read_into(path, 0, [data])
     item = next(one for one, at in ours.items.items() if path.startswith(f"{at}/"))
-    here, there = _places(ours, item), _places(theirs, item)
-    inside = posixpath.relpath(path, ours.items[item])
-    for key, place in here.items():
-        if isinstance(place, bytes) or place[0] != inside:
-            continue
-        source = there.get(key, b"")
-        chunk: Any = data[place[1] : place[1] + place[2]]
-        if isinstance(source, bytes) or source[2] != place[2]:
-            text = f'{theirs.path} lacks the chunk "{key}" of {path}, which is damaged'
+    inside, disks = posixpath.relpath(path, ours.items[item]), (Disk(ours), Disk(theirs))
+    places: dict[Wanted, Place] = {
+        (item, key): place
+        for key, place in keys_here(disks[0].items[item]).items()
+        if isinstance(place, Place) and place.file == inside
+    }
+    good, source = (disk.entries(places.keys(), _BUDGET_BYTES) for disk in disks)
+    for one in places.keys() - (good.keys() if is_there else ()):
+        entry, (_, start, size) = source.get(one), places[one]
+        if entry is None or entry.sizes[0] != size:
+            text = f'{theirs.path} lacks the chunk "{one[1]}" of {path}, which is damaged'
             raise SaveFailed(f"{text}. Heal it from the other shares too, if there are any.")
-        theirs.storage.read_into(f"{theirs.items[item]}/{source[0]}", source[1], [chunk])
+        data[start : start + size] = np.frombuffer(disks[1].read(entry), np.uint8, size)
     ours.storage.make_dir(posixpath.dirname(path))
     ours.storage.write(path, data.tobytes())
-
-
-def _places(found: Found, item: str) -> Mapping[str, Any]:
-    """Returns where the values of an item's database lie, by key."""
-    path = found.items[item]
-    try:
-        return find_values(found.storage, path) or {}
-    except ValueError as error:
-        raise SaveFailed(f"{path}: it is not known where its chunks lie: {error}") from error
+    return is_there

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+import jaxckpt
 from jaxckpt._run.coverage import _first
+from jaxckpt._run.heal import heal
+from jaxckpt._run.index import StepIndex
 from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage
+from jaxckpt.storage._values import find_values, read_place
 from tests.faults import coverage_children as children
 from tests.faults.jobs import started
 
@@ -107,3 +112,31 @@ def test_disks_with_different_saves_of_a_step_are_not_put_together():
     assert both[:2] == [0, "process 1 on b lacks its part"]
     assert "different saves" in both[2]
     assert one == [1, "process 0 on a lacks its part", None]
+
+
+def flip(item, place):
+    """Flips a bit of a value."""
+    with open(f"{item}/{place.file}", "r+b") as file:
+        file.seek(place.offset + 8)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_mending_a_share_takes_no_bad_chunk_from_the_directory(zygote, ram_path):
+    """Each copy has the good bytes of the chunk that is bad in the other."""
+    run(zygote, ram_path, [0, 1], 2, 2, False, count=2, devices=4)
+    storage, roots = LocalStorage(), (ram_path / "host1/local/share_0", ram_path / "run")
+    items = [f"{root}/2/state" for root in roots]
+    here, there = (dict[str, Any](find_values(storage, item) or {}) for item in items)
+    held = [key for key, place in here.items() if names.OCDBT_HELD in str(place)]
+    assert len(held) == 2
+    good = read_place(storage, items[0], here[held[1]])
+    flip(items[0], here[held[0]])
+    flip(items[1], there[held[1]])
+
+    share, directory = (StepIndex(storage, str(root)) for root in roots)
+    assert heal(share, directory, 2)
+
+    assert read_place(storage, items[0], here[held[1]]) == good
+    assert jaxckpt.verify(roots[0] / "2").ok
