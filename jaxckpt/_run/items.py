@@ -177,8 +177,8 @@ class States:
             with calling(f"{what}; states wanted: {processes.count}"):
                 parts = value.split_state(value.merge_states(states), processes.count)
                 return dict(zip(range(processes.count), parts, strict=True))[processes.index]
-        first = states[0]
-        if typed_json.is_json(states) and all(s == first for s in states) and _OF_JOB in first:
+        is_of_job = isinstance(first := states[0], dict) and _OF_JOB in first
+        if is_of_job and typed_json.is_json(states) and all(s == first for s in states):
             return first
         raise TreeMismatch(
             f"item {self.name!r} of {self.path} has the states of {self.count} processes, but "

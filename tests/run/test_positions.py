@@ -123,6 +123,23 @@ def test_an_index_that_is_not_said_to_be_of_the_job_is_refused(tmp_path):
         restore_apart(tmp_path, Local, 4)
 
 
+class Counter(Plain):
+    """Has a number as its state."""
+
+    def get_state(self):
+        return self.next
+
+    def set_state(self, state):
+        self.next = state
+
+
+def test_a_state_that_is_a_number_is_refused(tmp_path):
+    save_apart(tmp_path, Counter, 2)
+
+    with pytest.raises(TreeMismatch, match="Give Counter the methods merge_states and split_state"):
+        restore_apart(tmp_path, Counter, 4)
+
+
 def test_positions_of_the_job_that_differ_are_refused(tmp_path):
     """One process has read further than another, so there is no next batch of the job."""
 
