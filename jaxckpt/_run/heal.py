@@ -32,7 +32,7 @@ from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.disks import Disk
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
-from jaxckpt._run.upload import contents_of, same_bytes, upload_token
+from jaxckpt._run.upload import contents_of, is_bad, same_bytes, upload_token
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.ocdbt import Place
@@ -181,8 +181,7 @@ def _link_to_others(run: StepIndex, number: int, name: str) -> None:
         both = pieces(storage, mended, size), pieces(storage, file, size)
         if storage.size(file) == size and same_bytes(*both):
             continue
-        # It may have other parts of the file, and better.
-        if any(problem.file == file for problem in verify_in(storage, path).problems):
+        if is_bad(storage, file, name):
             storage.delete_files([file])
             storage.link(mended, file)
             storage.sync(posixpath.dirname(file))

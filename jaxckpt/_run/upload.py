@@ -169,16 +169,27 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
 def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
     """Replaces a damaged file in older steps by the file that was sent again."""
     storage = target.storage
-    target.report(f"{bad} is damaged, so it was sent again")
+    if is_bad(storage, bad, name):  # else the part that differs is of no use to the new step
+        target.report(f"{bad} is damaged, so it was sent again")
     for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):
         try:
             size, is_there = storage.size(good), storage.kind(other) == "file"
             alike = pieces(storage, good, size), pieces(storage, other, size)
-            if is_there and not same_bytes(*alike):
+            if is_there and not same_bytes(*alike) and is_bad(storage, other, name):
                 put_instead(storage, good, other)
                 target.report(f"{other} is mended")
         except (CheckpointError, OSError, EOFError) as error:
             target.report(f"{other} cannot be mended: {error}")
+
+
+def is_bad(storage: Storage, file: str, name: str) -> bool:
+    """Returns whether a step is damaged in one of its files, of which it may use a part.
+
+    Args:
+        name: Of the file in the step, or of another one in the same folder.
+    """
+    step = file.rsplit("/", name.count("/") + 1)[0]
+    return any(problem.file == file for problem in verify_in(storage, step).problems)
 
 
 def contents_of(found: Found) -> Contents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +12,12 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager
+from jaxckpt._run.heal import heal
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.upload import upload
 from jaxckpt.errors import CheckpointError
+from jaxckpt.storage import LocalStorage
+from jaxckpt.storage._values import find_values
 from jaxckpt.testing import simulate
 from tests.faults import children
 
@@ -119,3 +125,58 @@ def test_a_kill_while_a_file_is_mended(zygote, ram_path, trial):
             seen.append(found["bad"])
     assert {(), (1,), (1, 3)} == {*map(tuple, seen)}
     assert {"saved": 5} not in words
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A run whose steps 1 and 3 share a file, of which step 3 needs one of two values.
+
+    Returns:
+        Its index, and where the value lies that both need, and the value of step 1 alone.
+    """
+    run = StepIndex(LocalStorage(), str(tmp_path / "run"))
+    frozen = jax.numpy.arange(100_000, dtype=jax.numpy.float32)
+    with CheckpointManager(run.root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"frozen": frozen, "moving": frozen + step})
+            manager.wait_until_finished()
+    first, last = (find_values(run.storage, f"{run.path(n)}/state") or {} for n in (1, 3))
+    both = first["frozen/c/0"]
+    assert both == last["frozen/c/0"]
+    return run, both, first["moving/c/0"]
+
+
+def flip(run, step, place):
+    """Flips a bit of a value, in a file of its own."""
+    file = Path(run.path(step), "state", place.file)
+    data = bytearray(file.read_bytes())
+    data[place.offset] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+def test_healing_leaves_a_step_alone_where_it_is_good(shared, tmp_path):
+    """The good copy of a step is bad in a part of the file that only an older step needs."""
+    run, both, of_first = shared
+    copy = StepIndex(run.storage, str(tmp_path / "copy"))
+    shutil.copytree(run.root, copy.root)
+    flip(run, 3, both)
+    flip(copy, 3, of_first)
+
+    assert heal(run, copy, 3)
+
+    assert all(jaxckpt.verify(run.path(step)).ok for step in (1, 2, 3))
+
+
+def test_an_upload_leaves_older_steps_alone_where_they_are_good(shared, tmp_path):
+    """The local file is bad in a part that only an older step needs."""
+    run, _, of_first = shared
+    to, trusted = StepIndex(run.storage, str(tmp_path / "to")), {}
+    for step in (1, 2):
+        upload(run, to, step, trusted=trusted)
+    flip(run, 3, of_first)
+
+    upload(run, to, 3, trusted=trusted)
+
+    assert all(jaxckpt.verify(to.path(step)).ok for step in (1, 2, 3))
+    assert to.problems == []
