@@ -14,9 +14,10 @@ A writer that has lost the run deletes nothing, however long it stood still befo
 So either the writer sees the new owner, or the new owner counts these steps as gone. The writer
 reads the owner once more for each step: after the rename, which it undoes if it has lost the run
 and the new owner has dealt with `doomed`; or, without renames, before the first file goes. In a
-store, the first step is claimed in the same moment, and released when `doomed` is deleted. One
-danger remains, without renames: the old writer stands still between two requests of a deletion,
-while the new owner deletes that step and saves it again under the same number.
+store, the first step is claimed in the same moment, unless another program wrote it, and released
+when `doomed` is deleted. One danger remains, without renames: the old writer stands still between
+two requests of a deletion, while the new owner deletes that step and saves it again under the same
+number.
 """
 
 from __future__ import annotations
@@ -85,12 +86,15 @@ class Deletion:
             if not wanted:
                 return []
             looks = [partial(self._files, name) for name in wanted]
-            with Claim(index.storage, f"{index.root}/{next(iter(wanted))}") as claim:
-                entries, _, *found = self._doom(
-                    [*wanted, *self.half], [index.entries, claim.take, *looks]
-                )
+            first, is_file_system = next(iter(wanted)), index.storage.atomic_rename
+            with Claim(index.storage, f"{index.root}/{first}") as claim:
+                # Readers would take a step of another program for a damaged one of ours.
+                may_claim = asked_for or is_file_system or index.has_record(wanted[first])
+                take = claim.take if may_claim else int
+                doomed = [*wanted, *self.half]
+                entries, _, *found = self._doom(doomed, [index.entries, take, *looks])
                 leased = self.leases.leased(entries)
-                counted = index.storage.atomic_rename or asked_for or index.are_there(entries)
+                counted = is_file_system or asked_for or index.are_there(entries)
                 if not counted:  # the policy counted on a step that is gone
                     leased = {*wanted}
                 if any(map(names.is_lease, entries)):
@@ -101,7 +105,7 @@ class Deletion:
                     elif name in self.half:
                         index.forget(wanted[name])
                 self.half = self._remove_halves(self.half)
-                if index.storage.atomic_rename:  # else each look is a request
+                if is_file_system:  # else each look is a request
                     self.owner.check()
                 if self.half:
                     self.leases.doom(self.half)

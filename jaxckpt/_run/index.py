@@ -140,6 +140,7 @@ class StepIndex:
     overtaken: Collection[int] = ()
     _committed: set[str] = field(default_factory=set)
     _is_known: bool = False  # whether these are all steps, as only the owner adds steps
+    _saved: set[int] = field(default_factory=set)  # by this process
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _views: dict[str, Storage] = field(default_factory=dict)
@@ -385,6 +386,10 @@ class StepIndex:
         path = self.path(number)
         return self._view(posixpath.basename(path)).kind(f"{path}/{file}") is not None
 
+    def has_record(self, number: int) -> bool:
+        """Returns whether jaxckpt saved a step, in a store by its latest listing."""
+        return number in self._saved or self.has(number, names.RECORD)
+
     def check_step(self, number: int) -> str:
         """Returns the directory of a committed step.
 
@@ -515,6 +520,7 @@ class StepIndex:
     def remember(self, info: StepInfo) -> None:
         """Records a step that this process has committed."""
         self._infos[info.step] = info
+        self._saved.add(info.step)
         self._committed.add(posixpath.basename(self.path(info.step)))
 
     def forget(self, number: int) -> None:
@@ -522,6 +528,7 @@ class StepIndex:
         name = posixpath.basename(self.path(number))
         self._committed.discard(name)
         self._whole.discard(name)
+        self._saved.discard(number)
         self._infos.pop(number, None)
 
 

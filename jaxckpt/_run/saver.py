@@ -90,12 +90,14 @@ class Saver:
         self._index, limit_s = self._root.index, options.timeout_s
         self._closing = ExitStack()  # given back after the last save
         self.incremental = Incremental(self._root, wanted=options.incremental)
+        self._pace = Pace(options.policy.max_write_bytes_per_s)  # of saves to the directory
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
             name=f"jaxckpt-manager {self._index.root}",
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
             idle=self.incremental.read_back,
+            hurry=self._pace.lift,
             last=self._closing.close,
         )
         self._closing.callback(self.incremental.end)
@@ -124,8 +126,6 @@ class Saver:
         self.preemption = Preemption(processes, listens=listens, notice=options.notice)
         self._closing.callback(self.preemption.close)
         self._numbers = itertools.count()
-        rate = policy.max_write_bytes_per_s
-        self._pace = int if rate is None else Pace(rate).wait  # of saves to the directory
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
         self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
@@ -222,6 +222,8 @@ class Saver:
         if not decision.save:
             raise_first(self.take_errors())
             return None
+        if is_last := decision.reason == _PREEMPTION:
+            self._pace.lift()  # nothing trains beside this save, nor beside the one before
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
         errors = self._make_room()
@@ -251,7 +253,7 @@ class Saver:
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, step, taken, name)
         storage, path = root.index.storage, root.index.path(step)
-        is_last = decision.reason == _PREEMPTION  # so that nothing trains beside it
+        is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)
         if problem is None and not self.incremental.link(taken, root, work):
@@ -270,7 +272,7 @@ class Saver:
             is_step=True,
             token=token,
             fence=partial(root.owner.fence, known),
-            pace=self._pace if root is self._roots[-1] and not is_last else int,
+            pace=self._pace.wait if is_paced else int,
             overwrite=known is None or step in root.index.astray,  # of an earlier life
             life=self.position.life(name),
             replicas=replicas,

@@ -56,7 +56,8 @@ class SavePolicy:
         may_differ: Globs over the paths of leaves whose replicas differ on purpose.
         max_write_bytes_per_s: Limits the rate at which each process writes to the run's directory,
             in saves and in uploads from a local tier, to leave training some of the network. Saves
-            for preemption are not limited. If None, no limit. Not a rule either.
+            end without a limit at preemption and when the manager is closed. If None, no limit. Not
+            a rule either.
 
     Example:
         >>> policy = SavePolicy(every_steps=100, at_steps=(1, 10))

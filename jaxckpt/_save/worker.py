@@ -90,6 +90,7 @@ class Worker(Generic[S]):
     where: str  # where it saves, for messages
     timeout_s: float | None  # limit of each wait; if None, a wait lasts as long as the saves
     idle: Callable[[], object] = lambda: None  # called in the thread when no save is left
+    hurry: Callable[[], object] = lambda: None  # called when nothing trains beside the saves
     last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all below
     _saves: dict[S, Callable[[], object]] = field(default_factory=dict)  # that have not ended
@@ -170,7 +171,8 @@ class Worker(Generic[S]):
         )
 
     def finish(self) -> None:
-        """Waits until all saves have ended."""
+        """Waits until all saves have ended, which need no longer spare the network."""
+        self.hurry()
         self.wait(self.under_way(), 0.0 if self._is_stopped else None)
 
     def settle(self, timeout_s: float | None = None) -> None:

@@ -23,7 +23,8 @@ from jaxckpt import (
     TreeMismatch,
 )
 from jaxckpt.format import names
-from jaxckpt.testing import simulate
+from jaxckpt.storage import PathIn, locate
+from jaxckpt.testing import WatchedStorage, simulate
 from tests.golden.fixture import golden_names
 from tests.strategies import same
 
@@ -413,6 +414,29 @@ def test_no_policy_deletes_what_orbax_wrote(tmp_path, state):
         assert len(problems) == 3
         assert all("was not written by jaxckpt" in problem for problem in problems)
         assert manager.all_steps() == [10, 11, 13]
+
+
+@pytest.mark.parametrize("marker", [True, False])
+def test_in_a_store_no_deletion_touches_what_orbax_wrote(tmp_path, state, marker):
+    """With a file of a writer of ours in it, readers would take it for a damaged step of ours."""
+    save_new(tmp_path, "plain", state)
+    storage, root = locate(f"memory:/{tmp_path}")
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        if marker or file.name != names.COMMIT_MARKER:  # which not every Orbax writes
+            storage.write(f"{root}/{file.relative_to(tmp_path)}", file.read_bytes())
+    calls = []
+    watched = WatchedStorage(storage, lambda *call: calls.append(call))
+    watched.parallel_writes = True
+    with CheckpointManager(PathIn(watched, root), keep=KeepPolicy(last=1)) as manager:
+        theirs = manager.all_steps()
+        for step in (101, 102):
+            manager.save(step, state(step))
+            manager.wait_until_finished()
+
+        assert manager.all_steps() == [*theirs, 102]
+    written = {path.removeprefix(f"{root}/") for verb, path in calls if verb == "create"}
+    assert not written & {f"{step}/{names.WRITER}" for step in theirs}
+    assert theirs
 
 
 def remove_manifest(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -27,6 +28,9 @@ class Waits:
         self.seconds.append(seconds)
         return False
 
+    def set(self):
+        """Nothing waits."""
+
 
 def watched(pace):
     pace.ends = Waits()
@@ -34,7 +38,7 @@ def watched(pace):
 
 
 def pace_of(manager):
-    return watched(manager._saver._pace.__self__)
+    return watched(manager._saver._pace)
 
 
 def test_a_save_to_the_directory_keeps_to_the_rate(tmp_path):
@@ -58,6 +62,42 @@ def test_a_save_for_preemption_takes_all_of_the_network(tmp_path, limits):
 
         assert manager.decision.reason == "preemption"
         assert pace.ends.seconds == []
+
+
+def slow_manager(directory, **options):
+    """Its saves take more than an hour each, unless the limit is lifted."""
+    policy = SavePolicy(every_steps=1, max_write_bytes_per_s=RATE)
+    return CheckpointManager(directory, save=policy, timeout_s=30.0, **options)
+
+
+def begin_save(manager, step):
+    handle = manager.save(step, STATE)
+    wait_until(lambda: manager._saver._pace._due_s > 0)  # its first piece waits
+    return handle
+
+
+def test_the_save_before_the_last_is_not_limited_any_more(tmp_path, limits):
+    """The last save waits for it, and the host may end before the rate lets it through."""
+    limits(preemption, _POLL_S=0.01)
+    noticed = threading.Event()
+    with slow_manager(tmp_path, notice=lambda: 60.0 if noticed.is_set() else None) as manager:
+        earlier = begin_save(manager, 1)
+        noticed.set()
+        wait_until(lambda: manager._saver.preemption.left_s is not None)
+        last = manager.save(2, STATE)
+        earlier.result(30.0)
+        last.result(30.0)
+
+        assert manager.decision.reason == "preemption"
+        assert manager.all_steps() == [1, 2]
+
+
+def test_closing_waits_for_no_limit(tmp_path):
+    """The program ends, so there is no training to leave the network to."""
+    with slow_manager(tmp_path) as manager:
+        handle = begin_save(manager, 1)
+
+    assert handle.timing is not None
 
 
 def test_a_save_to_a_local_disk_is_not_limited_but_its_upload_is(tmp_path):
