@@ -133,8 +133,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1719, 11, 20),
-    "manager open + save": (3761, 16, 36),
-    "open + save, local": (6056, 18, 124),  # its threads may do a little more or less
+    "manager open + save": (3769, 16, 36),
+    "open + save, local": (6067, 18, 124),  # its threads may do a little more or less
     "restore(path, like)": (2248, 14, 9),
     "manager.restore(like)": (2762, 18, 11),
     "open": (574, 10, 6),
@@ -175,12 +175,12 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2407, 1539),
-    "_disk": (4946, 3489),
+    "_disk": (4952, 3493),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
     "_restore": (2072, 1554),
-    "_run": (8697, 6009),
-    "_save": (2340, 1631),
+    "_run": (8711, 6018),
+    "_save": (2342, 1633),
     "cli": (4523, 3234),
     "format": (3223, 2145),
     "integrations": (456, 247),
