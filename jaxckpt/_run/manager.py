@@ -36,7 +36,14 @@ from jaxckpt._run.config import (
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.owner import FORKED
-from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
+from jaxckpt._run.resume import (
+    ItemsReading,
+    NeverWhole,
+    Resume,
+    StateReading,
+    shapes_of,
+    watch,
+)
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import (
     DURABLE,
@@ -474,7 +481,11 @@ class CheckpointManager:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
-        found = self._resume.first_whole("latest", reading.of, fallback=fallback, copies=steps)
+        try:
+            found = self._resume.first_whole("latest", reading.of, fallback=fallback, copies=steps)
+        except NeverWhole as error:
+            self._resume.report_alike(f"{error}. The run begins anew")
+            return init(), 0
         return self._go_on(found, reading, start_s), found[1]
 
     def restore_items(

@@ -50,6 +50,10 @@ class _Marked(CorruptCheckpoint):
     """Replicas differed when the step was saved; it is restored only if no other step can be."""
 
 
+class NeverWhole(CheckpointNotFound):
+    """All steps are parts on local disks, as of a first save that was interrupted."""
+
+
 _NAMED: Final = ("latest", "best")
 # The errors that mean a damaged step, by their mark in a report.
 _DAMAGE: Final = {"marked": _Marked, "corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
@@ -83,7 +87,7 @@ class Resume:
                 is_latest = known and step == "latest"
                 led.value = [copies, self._useless(copies, *known) if is_latest else None]
         if (useless := led.value[1]) is not None:
-            self._report_alike(useless)
+            self.report_alike(useless)
         return [Copy(step, root, tuple(lacks), one) for step, root, lacks, one in led.value[0]]
 
     def _useless(self, copies: list[Copy], disks: Disks, hosts: Sequence[str]) -> str | None:
@@ -95,7 +99,7 @@ class Resume:
         lacks = f"{self._name} does not have it"
         return f"step {step} on the local disks cannot be used: {who}. {lacks}"
 
-    def _report_alike(self, text: str) -> None:
+    def report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
         index = self.roots[0].index
         if self.processes.index == 0:
@@ -243,6 +247,8 @@ class Resume:
         if is_gone and again and (now := self.candidates(wanted)) != copies:
             found = self.first_whole(wanted, reading, fallback=fallback, copies=now, again=False)
             return copies[0].step, *found[1:]
+        if all(copy.is_united for copy in copies):
+            raise NeverWhole("; ".join(str(one.problem) for one in damaged[:10]))
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(
@@ -334,7 +340,7 @@ class Resume:
                     is_mine=error is not None,
                 )
             if attempt.problem is None:
-                self._report_alike(disks.said())
+                self.report_alike(disks.said())
                 if disks.is_damaged:
                     share.mend(copy.step, disks.index)
             return attempt
@@ -373,7 +379,7 @@ class Resume:
         leads = root.group.leads and (failed.is_mine or root.group.mates.count > 1)
         if failed.copy.is_united or (good.is_united and good.step == step):
             if good.step != step:  # else it is mended already, or other copies did
-                self._report_alike(str(failed.problem))
+                self.report_alike(str(failed.problem))
             return
         if not (self.writes and leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
