@@ -121,12 +121,12 @@ def stand_still(me, root, hosts, process, at):
     from tests.workers.manages import state_at
 
     def from_here(method):
-        def call(*args):
+        def call(*args, **options):
             if me.index == process and not armed:
                 me.reach("committed")
                 armed.append(True)
                 arm(f"{root}/host{hosts[process]}" if hosts else root, ["stop", at])
-            return method(*args)
+            return method(*args, **options)
 
         return call
 
