@@ -23,7 +23,7 @@ from jaxckpt._save.tree_plan import plan_tree
 from jaxckpt.errors import SaveFailed
 from jaxckpt.multihost import Single
 from jaxckpt.storage import locate
-from jaxckpt.testing import simulate
+from jaxckpt.testing import MemoryService, SimulatedProcesses, simulate
 from tests.commandline import cli
 from tests.twins import watched
 
@@ -420,15 +420,16 @@ def test_processes_agree_on_which_shards_lack_fingerprints(mesh, accelerators):
     for device in range(4, 8):
         other = flipped(other, device)
 
-    def said(me, *values):
-        found = Replicas(me)
+    def compared(index, *values):
+        found = Replicas(me := SimulatedProcesses(index, 2, MemoryService()))
         found.add(*plan_tree([*values], me))
         found.compare()
-        fingerprint.prepare()
-        return found.said()["digests"]
+        return found
 
-    simulate(2, lambda me: said(me, known, further))  # compiles
-    first, second = simulate(2, lambda me: said(me, further, new, other))
+    for values in ((known, further), (further, new, other)):  # the first time, nothing is compiled
+        both = [compared(index, *values) for index in range(2)]
+        fingerprint.prepare()
+    first, second = (one.said()["digests"] for one in both)
     assert first.keys() == second.keys() != set()
     assert first != second
 
