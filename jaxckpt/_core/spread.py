@@ -68,7 +68,7 @@ def hosts_of(names: Sequence[str], processes: np.ndarray[Any, Any]) -> Hosts:
 
 
 class Division(NamedTuple):
-    """How often a job reads an array if each process reads its shards, or a part of its own."""
+    """Counts how often a job reads an array, as shards or as parts of its processes."""
 
     direct: float
     once: float  # infinite if no way divides the array

@@ -250,7 +250,7 @@ def size_of(saved: Leaf) -> int:
 
 
 class _Way(NamedTuple):
-    """How often an array is read, and the spread sharding and the wanted one on a mesh like it."""
+    """Counts how often an array is read, and has its spread and its wanted sharding on one mesh."""
 
     found: Division
     given: Any = None  # NamedSharding

@@ -257,7 +257,7 @@ def _check_room(group: Sequence[Carrier]) -> None:
 
 
 class _Pace:
-    """How long it takes to read and to carry, without compilations and the first connections."""
+    """Measures reading and carrying, without compilations and the first connections."""
 
     def __init__(self, carriers: Sequence[Carrier], meter: Meter) -> None:
         self.left = carriers  # to be carried

@@ -1,4 +1,4 @@
-"""What the disk of a process has of a local step, for the other processes; see `coverage`.
+"""Describes and reads a local step on the disk of this process, for the others; see `coverage`.
 
 outline    what is alike in the shares of all processes: small files, the metadata of the arrays
 entry      a chunk, or a file of one process, with the checksums to record of it
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What is alike in the shares of all processes."""
+    """Describes what is alike in the shares of all processes."""
 
     record: Record
     files: Mapping[str, bytes]  # the small files, by path in the step

@@ -315,12 +315,12 @@ class Resume:
         avoids_marked: bool,
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
-        share, limits = (
-            self.roots[0],
-            {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s},
-        )
         with Coverage(
-            share=share.index, step=copy.step, processes=self.processes, **limits
+            share=self.roots[0].index,
+            step=copy.step,
+            processes=self.processes,
+            budget_bytes=self.budget_bytes,
+            timeout_s=self.timeout_s,
         ) as disks:
             problem, error = disks.introduce(), None
             while problem is None:
@@ -342,7 +342,7 @@ class Resume:
             if attempt.problem is None:
                 self.report_alike(disks.said())
                 if disks.is_damaged:
-                    share.mend(copy.step, disks.index)
+                    self.roots[0].mend(copy.step, disks.index)
             return attempt
 
     def _check(

@@ -135,7 +135,7 @@ def origin_in(index: StepIndex, number: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one process adds to a step in the directory of its run; if it is alone, everything."""
+    """Lists the files that one process adds to a step in the directory of its run."""
 
     found: Found  # on its disk
     work: Work  # in the directory

@@ -140,7 +140,7 @@ Starts = tuple[tuple[str, int | None], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """How a run got to a step: the starts of its jobs, each with the step that it went on from.
+    """Lists the starts of a run up to a step, each with the step from which the run went on.
 
     Names of parent steps would not do: retention deletes the links of the chain.
     """

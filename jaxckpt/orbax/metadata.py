@@ -75,7 +75,7 @@ class StringMetadata(Metadata):
 
 @dataclass
 class StorageMetadata:
-    """How an array is stored: `chunk_shape` is what is read, `write_shape` what was written."""
+    """Describes a stored array: `chunk_shape` is a unit of reads, `write_shape` of writes."""
 
     chunk_shape: tuple[int, ...]
     write_shape: tuple[int, ...] | None = None

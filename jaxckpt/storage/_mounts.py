@@ -29,7 +29,7 @@ class Mount(NamedTuple):
 
     @property
     def may_hang(self) -> bool:
-        """Whether its calls wait for a server or a program, while a broken disk returns errors."""
+        """Returns whether calls wait for a server or a program; a broken disk returns errors."""
         return self.kind.partition(".")[0] in _NETWORKS
 
 

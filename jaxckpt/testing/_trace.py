@@ -1,4 +1,4 @@
-"""What a training loop has after each step, and what kind of thing differs between two runs of it.
+"""Records a training loop after each step, and finds the kind of difference between two runs.
 
 A run is recorded without its values: a digest of each leaf, and some of its numbers, which show
 whether a difference is one of rounding.
@@ -87,7 +87,7 @@ _MISSING: Final = Thing(digest="", what="nothing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What the loop has after a step."""
+    """Records the loop after one step."""
 
     step: int
     is_start: bool
@@ -172,7 +172,7 @@ def _number(array: np.ndarray[Any, Any]) -> object:
 
 @final
 class Trace:
-    """What a run of the loop has yielded."""
+    """Records everything that a run of the loop yielded."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)

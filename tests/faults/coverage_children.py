@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.workers.saves import mesh_of, put
+from tests.workers.tiers import Data
 
 # Copies of the state; each is divided over the devices of the hosts that have it.
 REPLICAS = 2
@@ -43,20 +44,6 @@ def check(state, step):
     for name, value in values_at(step).items():
         for shard in state[name].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, step)
-
-
-class Data:
-    """Has a position of its own in each process."""
-
-    def __init__(self, process):
-        self.process, self.at = process, 0
-
-    def get_state(self):
-        return {"process": self.process, "at": self.at}
-
-    def set_state(self, state):
-        assert state["process"] == self.process
-        self.at = state["at"]
 
 
 def opened(root, host, read, **options):

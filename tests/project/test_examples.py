@@ -13,18 +13,16 @@ import pytest
 from jaxckpt.testing import check_exact_resume
 
 ROOT = Path(__file__).resolve().parents[2]
+# Examples whose loop yields its steps, and what each needs.
+GENERATORS = [
+    ("flax_linen", "flax"),
+    ("flax_nnx", "flax"),
+    ("equinox_model", "equinox"),
+    ("grain_loader", "grain"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("flax_linen", "flax"),
-        ("flax_nnx", "flax"),
-        ("equinox_model", "equinox"),
-        ("grain_loader", "grain"),
-        ("lora", "optax"),
-    ],
-)
+@pytest.mark.parametrize(("name", "needs"), [*GENERATORS, ("lora", "optax")])
 def test_an_example_goes_on_with_the_same_bits(ram_path, name, needs):
     """It trains at once and in two parts, in a process of its own, and compares."""
     pytest.importorskip(needs)
@@ -51,15 +49,7 @@ def test_an_example_goes_on_with_the_same_bits(ram_path, name, needs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("flax_linen", "flax"),
-        ("flax_nnx", "flax"),
-        ("equinox_model", "equinox"),
-        ("grain_loader", "grain"),
-    ],
-)
+@pytest.mark.parametrize(("name", "needs"), GENERATORS)
 def test_an_example_that_is_killed_resumes_exactly(ram_path, monkeypatch, name, needs):
     """SIGKILL after step 25 at the earliest; every later loss and state is the same."""
     pytest.importorskip(needs)

@@ -1,4 +1,4 @@
-"""What saves and restores take, from the loads of the hosts and from rates: arithmetic.
+"""Computes what saves and restores take, from the loads of the hosts and from rates.
 
 All hosts work at the same time, so a transfer takes as long as the busiest host at its own rate, or
 as all of them at the rate of the store they share, whichever is longer. Latency, retries and the
@@ -76,7 +76,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What saves and restores of one tree take on a cluster."""
+    """Shows what saves and restores of one tree take on a cluster."""
 
     name: str  # of the checkpoint or the function
     hosts: int

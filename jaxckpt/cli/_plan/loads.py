@@ -49,7 +49,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLoads:
-    """What one host writes and reads, in each way to save and to restore."""
+    """Counts what one host writes and reads, in each way to save and to restore."""
 
     save: Load  # its share, to the store
     save_disk: Load  # all that it holds, to a disk of its own
