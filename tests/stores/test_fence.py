@@ -22,7 +22,7 @@ from tests.stores.proxy import Hold
 from tests.stores.test_leftovers import files_of, steps_with_files
 
 CASES = [
-    pytest.param(True, 4, id="some answers"),
+    pytest.param(True, 3, id="some answers"),
     pytest.param(False, 1, id="requests", marks=pytest.mark.slow),
     pytest.param(True, 1, id="answers", marks=pytest.mark.slow),
 ]
