@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1719, 11, 20),
     "manager open + save": (3769, 16, 36),
-    "open + save, local": (6067, 18, 124),  # its threads may do a little more or less
+    "open + save, local": (6081, 18, 124),  # its threads may do a little more or less
     "restore(path, like)": (2248, 14, 9),
     "manager.restore(like)": (2764, 18, 11),
     "open": (574, 10, 6),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1189, 812),
     "_progress": (222, 163),
     "_restore": (2072, 1554),
-    "_run": (8728, 6032),
+    "_run": (8777, 6056),
     "_save": (2342, 1633),
     "cli": (4523, 3234),
     "format": (3223, 2145),

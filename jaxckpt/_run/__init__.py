@@ -35,7 +35,8 @@ A local tier in front of the directory:
     disks        what the disk of a process has of a step, for other processes
     coverage     a step restored from the disks of all hosts together
     upload       a step copied to another root
-    uploader     the thread that uploads for a manager
+    uploader     the thread that uploads for a manager, and which step is next
+    sender       sends one step, or the part of it on this disk
     reach        a root that may not answer
 
 Calls on a whole run:

@@ -195,7 +195,7 @@ class Saver:
         self.position.go_back(newest, good)
         self.incremental.clear()
         if self._tiers is not None:
-            self._tiers.uploader.newest = self._tiers.uploader.newest_direct = None
+            self._tiers.sender.newest = self._tiers.sender.newest_direct = None
 
     def restored(self) -> None:
         """Lets the next save compare replicas."""
@@ -319,7 +319,7 @@ class Saver:
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
         root = tiers.choose_root(sum(item.size_bytes for item in taken) + under_way, name)
         if root is not self._root:
-            tiers.uploader.newest_direct = step
+            tiers.sender.newest_direct = step
         return root, tiers.uploader.expect(step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
@@ -332,7 +332,7 @@ class Saver:
             return
         times = {"a save": self.due.schedule.costs.save_s}
         if self._tiers is not None:
-            times["its upload"] = self._tiers.uploader.seconds_for(size_bytes)
+            times["its upload"] = self._tiers.sender.seconds_for(size_bytes)
         known = {what: seconds for what, seconds in times.items() if seconds is not None}
         texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
         why = "a signal to stop" if left_s is None else f"the end of this host in {left_s:.0f} s"

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from jaxckpt._disk.pace import Pace
 from jaxckpt._run.config import LocalTier
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.local import Local, settle
 from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
-from jaxckpt._run.uploader import Upload, Uploader
+from jaxckpt._run.sender import Sender, Upload
+from jaxckpt._run.uploader import Uploader
 from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes
 from jaxckpt.types import StepInfo
@@ -59,17 +61,21 @@ class Tiers:
         local.index.astray.update(settled.astray)
         for problem in settled.problems:
             local.index.report(problem)
-        limits: Any = {"max_bytes_per_s": max_bytes_per_s, "timeout_s": tier.durable_timeout_s}
-        uploader = Uploader((local, directory), processes, **limits)
+        pace, limit_s = Pace(max_bytes_per_s), tier.durable_timeout_s
+        uploader = Uploader(Sender((local, directory), processes, pace, timeout_s=limit_s))
         return cls(save=tier.save, uploader=uploader, settled=settled, timeout_s=timeout_s)
 
     @property
+    def sender(self) -> Sender:
+        return self.uploader.sender
+
+    @property
     def local(self) -> Root:
-        return self.uploader.source
+        return self.sender.source
 
     @property
     def directory(self) -> Root:
-        return self.uploader.target
+        return self.sender.target
 
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""
@@ -86,7 +92,7 @@ class Tiers:
 
         limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
         name = f"uploads {where}"
-        decided = lead(self.uploader.processes, name, wait, where=where, timeout_s=limit_s + 60)
+        decided = lead(self.sender.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 
     def choose_root(self, size_bytes: int, name: str) -> Root:
@@ -118,10 +124,10 @@ class Tiers:
         return True
 
     def _newest_unless_durable(self) -> int | None:
-        newest, sent = self.local.index.newest(), self.uploader.newest
+        newest, sent = self.local.index.newest(), self.sender.newest
         if newest is None or sent is None or newest > sent:
             return newest
-        return None if self.uploader.leads or self._is_durable(sent) else newest
+        return None if self.sender.processes.index == 0 or self._is_durable(sent) else newest
 
     def _is_durable(self, step: int) -> bool:
         """Returns whether process 0 is known to have committed a step in the directory."""
@@ -149,7 +155,7 @@ class Tiers:
 
     def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
         """Does on this process's disk what process 0 decided, after a local commit if given."""
-        if decided is None or self.uploader.processes.index == 0:
+        if decided is None or self.sender.processes.index == 0:
             return
         if info is not None:
             self.local.follow(info, decided["stay"])

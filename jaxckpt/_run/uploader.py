@@ -14,36 +14,20 @@ parts. After each local commit it tells them which steps are not uploaded yet.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final, final
 
-from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import find
-from jaxckpt._disk.pace import GaveWay, Pace
-from jaxckpt._disk.transaction import has_begun
+from jaxckpt._disk.pace import GaveWay
 from jaxckpt._run.copies import over_bound
-from jaxckpt._run.index import newest_saved
-from jaxckpt._run.root import Root
-from jaxckpt._run.shares import refuse
-from jaxckpt._run.upload import upload, upload_token
+from jaxckpt._run.sender import Sender, Upload, may_pass
 from jaxckpt._save import worker
 from jaxckpt._save.worker import Failure, hear
-from jaxckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CheckpointTimeout,
-    CorruptCheckpoint,
-    SaveFailed,
-)
+from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, lead
-
-_logger = logging.getLogger("jaxckpt")
 
 _MOST_WAITING: Final = 2  # besides the upload under way
 _FIRST_PAUSE_S: Final = 0.5
@@ -52,44 +36,17 @@ _FIRST_LOOK_S: Final = 0.05  # between looks for a step that process 0 has begun
 _LONGEST_LOOK_S: Final = 2.0
 
 
-@dataclass(slots=True, eq=False)
-class Upload:
-    """One step on its way to the directory of the run."""
-
-    step: int
-    path: str  # there
-    is_ours: bool = True  # whether this job saved it, and wants to know of errors
-    since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
-    token: str = ""  # of the attempts, once read; the record may be lost later
-    parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
-    caller: threading.Thread = field(default_factory=threading.current_thread)
-    error: BaseException | None = None
-    failure: Failure | None = None  # the same, unless it is only reported
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
 @final
 class Uploader:
     """The steps on their way from one root to another. Process 0 decides which, and commits."""
 
-    def __init__(
-        self,
-        roots: Sequence[Root],  # where its steps are, and where they go
-        processes: Processes,
-        *,
-        max_bytes_per_s: float | None,
-        timeout_s: float,
-    ) -> None:
-        self.source, self.target = source, target = roots
-        self.processes = processes
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.timeout_s = sender.timeout_s
+        self._processes, self._leads = sender.processes, sender.processes.index == 0
         # Those that have parts of a step, of which process 0 decides when they are sent.
-        self._senders: Processes = source.group.leaders
-        self.leads = processes.index == 0
+        self._senders: Processes = sender.source.group.leaders
         self._taken: set[int] = set()  # steps whose upload has begun here
-        self._pace = Pace(max_bytes_per_s)
-        shares = target.index.storage.server_copies or target.keep.keeps_two
-        self._trusted: dict[str, int] | None = {} if shares else None
-        self.timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards all below
         self._waiting: list[Upload] = []
@@ -99,17 +56,18 @@ class Uploader:
         self._pause_s = 0.0
         self._is_stopped = False
         self._urgent: int | None = None  # the step for which others give way
-        self._bytes_per_s: float | None = None  # of the last upload
-        self.newest: int | None = (
-            None  # that this process sent; once process 0 has, it is committed
-        )
-        self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
+        self._report = sender.source.index.report
+
+    @property
+    def _root(self) -> str:
+        """Returns where the steps go."""
+        return self.sender.target.index.root
 
     # --- in the threads of the caller and of the saves -------------------------------------------
 
     def expect(self, step: int, *, is_ours: bool = True) -> Upload:
         """Returns the upload of a step that is being saved locally."""
-        index = self.target.index
+        index = self.sender.target.index
         # Listing the root would wait for the store.
         path = f"{index.root}/{(index.naming or StepNames()).of(step)}"
         return Upload(step, path, is_ours=is_ours)
@@ -125,19 +83,13 @@ class Uploader:
             self._waiting.append(one)
             self._drop_oldest()
             if one.step == self._urgent:
-                self._pace.ends.set()
+                self.sender.pace.ends.set()
         self._begin()
 
     def attempts(self) -> list[tuple[int, str]]:
         """Returns the steps that are not uploaded yet, each with its token; "" if unknown."""
         found = sorted(self.under_way(), key=lambda one: one.step)
-        self._read_tokens(found)
-        return [(one.step, one.token) for one in found]
-
-    def _read_tokens(self, some: Iterable[Upload]) -> None:
-        for one in some:
-            with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
-                self._token_of(one)
+        return [(one.step, self.sender.token_of(one)) for one in found]
 
     def follow(self, attempts: Iterable[tuple[int, str]]) -> None:
         """Lets a process other than 0 send its parts of these steps, once they have begun.
@@ -155,7 +107,8 @@ class Uploader:
             for one in self._waiting:
                 one.token = one.token or steps[one.step]
             waiting = [*self._waiting]
-        self._read_tokens(waiting)
+        for one in waiting:
+            self.sender.token_of(one)
         self._begin()
 
     def _begin(self) -> None:
@@ -166,28 +119,28 @@ class Uploader:
             if starts:
                 self._thread = threading.Thread()  # no other caller starts one
         if starts:
-            worker.start(self, self._work, f"jaxckpt-upload {self.target.index.root}")
+            worker.start(self, self._work, f"jaxckpt-upload {self._root}")
 
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
         with self._changed:
-            self.newest = max(one.step, -1 if self.newest is None else self.newest)
+            self.sender.note_committed(one.step)
             self._end(one, None)
 
     def resume(self, step: int) -> None:
         """Adds a local step that an earlier job did not upload; called in every process."""
-        if self.leads:
+        if self._leads:
             self.put(self.expect(step, is_ours=False))
         self._taken.discard(step)
         self.follow([(step, ""), *self.attempts()])
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
-        bound = most if self.leads else len(self._waiting)  # process 0 decides
+        bound = most if self._leads else len(self._waiting)  # process 0 decides
         gone = over_bound([one.step for one in self._waiting], most=bound)
         for one in [one for one in self._waiting if one.step in gone]:
             self._waiting.remove(one)
             why = f"{one.path} was not uploaded: newer steps wait for a slow store"
-            self.source.index.report(f"{why}. Step {one.step} stays local while it is kept there")
+            self._report(f"{why}. Step {one.step} stays local while it is kept there")
             self._end(one, SaveFailed(why))
 
     # --- in any thread ---------------------------------------------------------------------------
@@ -221,22 +174,12 @@ class Uploader:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
 
-        def wait() -> None:
-            if not one.ended.wait(limit_s):
-                raise CheckpointTimeout(
-                    f"{one.path}: the upload continues and has not ended after {limit_s:g} s"
-                )
-            if one.error is not None:
-                if one.failure is not None:
-                    one.failure.hear()
-                raise one.error
-
-        name = f"upload {one.path}"
-        lead(self.processes, name, wait, where=one.path, timeout_s=limit_s + self.timeout_s)
-
-    def seconds_for(self, size_bytes: int) -> float | None:
-        """Returns how long an upload takes at the last upload's speed; None before the first."""
-        return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
+        name, wait, end_s = (
+            f"upload {one.path}",
+            partial(one.wait, limit_s),
+            limit_s + self.timeout_s,
+        )
+        lead(self._processes, name, wait, where=one.path, timeout_s=end_s)
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits until everything is uploaded or given up.
@@ -255,7 +198,7 @@ class Uploader:
 
     def _left(self, steps: Sequence[int], when: str = "") -> str:
         """Returns which steps are not uploaded, and what to do about it."""
-        source, target = self.source.index.root, self.target.index.root
+        source, target = self.sender.source.index.root, self._root
         hosts = "on each host, this last: " if self._senders.count > 1 else ""
         later = f"To upload them later: {hosts}jaxckpt upload {source} {target}"
         return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
@@ -267,17 +210,18 @@ class Uploader:
     def refuse_own_thread(self) -> None:
         """Raises RuntimeError in the uploading thread, which would wait for itself."""
         if self.is_own_thread():
-            raise RuntimeError(f"{self.target.index.root}: an upload cannot wait for itself")
+            raise RuntimeError(f"{self._root}: an upload cannot wait for itself")
 
     def stop(self) -> None:
         """Waits until everything is uploaded, for the last time."""
 
         def finish() -> None:
             self.finish()
-            if left := [n for n in self._given_up if self.newest is None or n > self.newest]:
-                self.source.index.report(self._left(left))
+            newest = self.sender.newest
+            if left := [n for n in self._given_up if newest is None or n > newest]:
+                self._report(self._left(left))
 
-        where, limit_s = self.target.index.root, self.timeout_s + _LONGEST_PAUSE_S
+        where, limit_s = self._root, self.timeout_s + _LONGEST_PAUSE_S
         try:  # the others send their parts while they wait
             lead(self._senders, f"uploads {where}/end", finish, where=where, timeout_s=limit_s)
         finally:
@@ -293,12 +237,12 @@ class Uploader:
         self._thread = threading.current_thread()
         while (one := self._next()) is not None:
             try:
-                self._send(one)
+                self.sender.send(one, self.steps)
             except BaseException as error:
                 self._again_or_end(one, error)
             else:
                 self._pause_s = 0.0
-                self.target.reach.answered()
+                self.sender.target.reach.answered()
                 self.note_committed(one)
 
     def _next(self) -> Upload | None:
@@ -308,7 +252,7 @@ class Uploader:
             self._changed.wait_for(lambda: self._is_stopped, max(0.0, until_s - time.monotonic()))
         while True:
             waiting = sorted(self._waiting, key=lambda one: -one.step)
-            ready = next((x for x in waiting if self.leads or self._has_begun(x)), None)
+            ready = next((x for x in waiting if self._leads or self.sender.has_begun(x)), None)
             with self._changed:
                 if not self._waiting or self._is_stopped:
                     self._thread = None
@@ -317,84 +261,18 @@ class Uploader:
                     self._current = ready
                     self._waiting.remove(ready)
                     self._taken.add(ready.step)
-                    self._pace.ends.clear()
+                    self.sender.pace.ends.clear()
                     return ready
                 self._changed.wait(look_s)
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
-    def _has_begun(self, one: Upload) -> bool:
-        """Returns whether process 0 has begun to upload a step."""
-        with contextlib.suppress(CheckpointError, OSError):
-            return has_begun(self.target.index.storage, *self._attempt_of(one))
-        return False
-
-    def _attempt_of(self, one: Upload) -> tuple[str, str]:
-        """Returns the path and the token of the attempt to upload a step."""
-        return self.target.index.path(one.step), self._token_of(one)
-
-    def _token_of(self, one: Upload) -> str:
-        source = self.source.index
-        one.token = one.token or upload_token(find(source.storage, source.path(one.step)))
-        return one.token
-
-    def _send(self, one: Upload) -> None:
-        source, target, step = self.source, self.target, one.step
-        if self.leads:
-            self._open_target(step)
-        start_s = time.monotonic()
-        with source.leases.protect(step):
-            done = upload(
-                source.index,
-                target.index,
-                step,
-                fence=self._fence(one),
-                pace=self._pace,
-                trusted=self._trusted,
-                parts=one.parts,
-                wait_s=self.timeout_s,
-            )
-            info = source.index.info(step)
-        if done.lacks:
-            text = f"{done.path}: the parts of processes {done.lacks} have not come"
-            raise CheckpointTimeout(text, missing=done.lacks)
-        seconds = time.monotonic() - start_s
-        if done.sent_bytes:
-            self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
-        if self.leads:
-            sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
-            _logger.info("uploaded %s: %s", done.path, sent)
-            target.committed(info, stay=self.steps)
-
-    def _open_target(self, step: int) -> None:
-        """Opens a directory that could not be reached before, unless the run went on without us."""
-        source, target = self.source.index, self.target
-        if target.owner.token:
-            return
-        newest = newest_saved(target.index)
-        if newest is not None and not newest.led_to(source.saved(step)):
-            raise SaveFailed(
-                f"{target.index.root}: step {newest.step} there was saved by another job, while "
-                "this one could not reach the directory. Nothing was uploaded. Stop this job; its "
-                f"steps are in {source.root}."
-            )
-        target.opening.open_late(self.timeout_s)
-
-    def _fence(self, one: Upload) -> Callable[[], None]:
-        def check() -> None:
-            # An older step may follow a newer step of ours, but not a newer step of another job.
-            ours = (self.newest, self.newest_direct)
-            is_newest = all(step is None or one.step > step for step in ours)
-            self.target.owner.fence(one.step if is_newest else None)
-
-        return check
-
     def _again_or_end(self, one: Upload, error: BaseException) -> None:
         waited_s = time.monotonic() - one.since_s
         gave_way = isinstance(error, GaveWay)
-        if not (gave_way or _may_pass(error)) or waited_s > self.timeout_s:
+        if not (gave_way or may_pass(error)) or waited_s > self.timeout_s:
             self._end(one, error)
             return
-        self.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
+        self.sender.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         with self._changed:
             self._pause_s = (
                 0.0 if gave_way else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
@@ -407,19 +285,19 @@ class Uploader:
 
     def _end(self, one: Upload, error: BaseException | None) -> None:
         # If a store failed, the next job tries again: it must not find the part refused.
-        if not self.leads and isinstance(error, Exception) and not _may_pass(error):
-            self._refuse(one, error)
+        if not self._leads and isinstance(error, Exception) and not may_pass(error):
+            self.sender.refuse(one, error)
         with self._changed:
             is_current = one is self._current
             one.error = error
             was_deleted = isinstance(error, CheckpointNotFound)
             left = ""
-            if error is not None and is_current and _may_pass(error):
+            if error is not None and is_current and may_pass(error):
                 left = self._left([one.step])
                 error.add_note(left)
                 self._given_up.append(one.step)
             if error is not None and (was_deleted or not one.is_ours):
-                self.source.index.report(f"{one.path} was not uploaded: {error}. {left}".rstrip())
+                self._report(f"{one.path} was not uploaded: {error}. {left}".rstrip())
             elif error is not None and is_current:
                 one.failure = Failure(error, one.caller)
                 self._failures.append(one.failure)
@@ -427,17 +305,3 @@ class Uploader:
                 self._current = None
             one.ended.set()
             self._changed.notify_all()
-
-    def _refuse(self, one: Upload, error: Exception) -> None:
-        """Lets process 0 know that the part of this process will not come."""
-        storage = self.target.index.storage
-        with contextlib.suppress(CheckpointError, OSError):
-            path, token = self._attempt_of(one)
-            refuse(storage, commit_of(storage, path).work(token), self.processes.index, error)
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Returns whether a later try may succeed: a storage failed, and nothing refused the step."""
-    cause = error.__cause__ if isinstance(error, SaveFailed) and error.__cause__ else error
-    is_about_the_step = isinstance(cause, CorruptCheckpoint | FileNotFoundError | FileExistsError)
-    return isinstance(cause, OSError) and not is_about_the_step

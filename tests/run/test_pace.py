@@ -109,7 +109,7 @@ def test_a_save_to_a_local_disk_is_not_limited_but_its_upload_is(tmp_path):
         manager.save(1, STATE).result()
 
         assert pace.ends.seconds == []
-        assert manager._tiers.uploader._pace.max_bytes_per_s == RATE
+        assert manager._tiers.sender.pace.max_bytes_per_s == RATE
 
 
 def test_without_a_limit_nothing_waits():

@@ -1,0 +1,178 @@
+"""Sends one step of a run, or the part of it on this disk, to the directory behind its local disk.
+
+The steps of a process go one after another; `uploader` decides which is next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.find import find
+from jaxckpt._disk.pace import Pace
+from jaxckpt._disk.transaction import has_begun
+from jaxckpt._run.index import newest_saved
+from jaxckpt._run.root import Root
+from jaxckpt._run.shares import refuse
+from jaxckpt._run.upload import Uploaded, upload, upload_token
+from jaxckpt._save.worker import Failure
+from jaxckpt.errors import CheckpointError, CheckpointTimeout, CorruptCheckpoint, SaveFailed
+from jaxckpt.multihost import Processes
+
+_logger: Final = logging.getLogger("jaxckpt")
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    """One step on its way to the directory of the run."""
+
+    step: int
+    path: str  # there
+    is_ours: bool = True  # whether this job saved it, and wants to know of errors
+    since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
+    token: str = ""  # of the attempts, once read; the record may be lost later
+    parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
+    caller: threading.Thread = field(default_factory=threading.current_thread)
+    error: BaseException | None = None
+    failure: Failure | None = None  # the same, unless it is only reported
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, limit_s: float) -> None:
+        """Waits until it has ended; raises its error, or CheckpointTimeout."""
+        if not self.ended.wait(limit_s):
+            raise CheckpointTimeout(
+                f"{self.path}: the upload continues and has not ended after {limit_s:g} s"
+            )
+        if self.error is not None:
+            if self.failure is not None:
+                self.failure.hear()
+            raise self.error
+
+
+@final
+class Sender:
+    """Sends steps from one root to another. Process 0 begins them there, and commits."""
+
+    def __init__(
+        self,
+        roots: Sequence[Root],  # where the steps are, and where they go
+        processes: Processes,
+        pace: Pace,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.source, self.target = roots
+        self.processes = processes
+        self.pace = pace
+        self.timeout_s = timeout_s
+        shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
+        self._trusted: dict[str, int] | None = {} if shares else None
+        self._bytes_per_s: float | None = None  # of the last upload
+        # The newest step that this process sent; once process 0 has, it is committed.
+        self.newest: int | None = None
+        self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
+
+    def seconds_for(self, size_bytes: int) -> float | None:
+        """Returns how long an upload takes at the last upload's speed; None before the first."""
+        return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
+
+    def note_committed(self, step: int) -> None:
+        """Records that a step is in the directory."""
+        self.newest = max(step, -1 if self.newest is None else self.newest)
+
+    def has_begun(self, one: Upload) -> bool:
+        """Returns whether process 0 has begun to upload a step."""
+        with contextlib.suppress(CheckpointError, OSError):
+            return has_begun(self.target.index.storage, *self._attempt_of(one))
+        return False
+
+    def token_of(self, one: Upload) -> str:
+        """Returns the token of the attempts to upload a step; "" if it cannot be read now."""
+        with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
+            self._read_token(one)
+        return one.token
+
+    def send(self, one: Upload, stay: Callable[[], Sequence[int]]) -> None:
+        """Uploads a step; process 0 then deletes what its directory does not keep.
+
+        Args:
+            stay: Returns the steps that are not deleted.
+        """
+        source, step = self.source.index, one.step
+        if self.processes.index == 0:
+            self._open_target(step)
+        start_s = time.monotonic()
+        with self.source.leases.protect(step):
+            done = self._upload(one)
+            info = source.info(step)
+        if done.lacks:
+            text = f"{done.path}: the parts of processes {done.lacks} have not come"
+            raise CheckpointTimeout(text, missing=done.lacks)
+        seconds = time.monotonic() - start_s
+        if done.sent_bytes:
+            self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
+        if self.processes.index == 0:
+            sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
+            _logger.info("uploaded %s: %s", done.path, sent)
+            self.target.committed(info, stay=stay)
+
+    def refuse(self, one: Upload, error: Exception) -> None:
+        """Lets process 0 know that the part of this process will not come."""
+        storage = self.target.index.storage
+        with contextlib.suppress(CheckpointError, OSError):
+            path, token = self._attempt_of(one)
+            refuse(storage, commit_of(storage, path).work(token), self.processes.index, error)
+
+    def _attempt_of(self, one: Upload) -> tuple[str, str]:
+        """Returns the path and the token of the attempt to upload a step."""
+        return self.target.index.path(one.step), self._read_token(one)
+
+    def _read_token(self, one: Upload) -> str:
+        source = self.source.index
+        one.token = one.token or upload_token(find(source.storage, source.path(one.step)))
+        return one.token
+
+    def _upload(self, one: Upload) -> Uploaded:
+        return upload(
+            self.source.index,
+            self.target.index,
+            one.step,
+            fence=lambda: self._fence(one.step),
+            pace=self.pace,
+            trusted=self._trusted,
+            parts=one.parts,
+            wait_s=self.timeout_s,
+        )
+
+    def _open_target(self, step: int) -> None:
+        """Opens a directory that could not be reached before, unless the run went on without us."""
+        source, target = self.source.index, self.target
+        if target.owner.token:
+            return
+        newest = newest_saved(target.index)
+        if newest is not None and not newest.led_to(source.saved(step)):
+            raise SaveFailed(
+                f"{target.index.root}: step {newest.step} there was saved by another job, while "
+                "this one could not reach the directory. Nothing was uploaded. Stop this job; its "
+                f"steps are in {source.root}."
+            )
+        target.opening.open_late(self.timeout_s)
+
+    def _fence(self, step: int) -> None:
+        # An older step may follow a newer step of ours, but not a newer step of another job.
+        ours = (self.newest, self.newest_direct)
+        is_newest = all(other is None or step > other for other in ours)
+        self.target.owner.fence(step if is_newest else None)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Returns whether a later try may succeed: a storage failed, and nothing refused the step."""
+    cause = error.__cause__ if isinstance(error, SaveFailed) and error.__cause__ else error
+    is_about_the_step = isinstance(cause, CorruptCheckpoint | FileNotFoundError | FileExistsError)
+    return isinstance(cause, OSError) and not is_about_the_step
