@@ -133,7 +133,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1719, 11, 20),
-    "manager open + save": (3769, 16, 36),
+    "manager open + save": (3758, 16, 36),
     "open + save, local": (6081, 18, 124),  # its threads may do a little more or less
     "restore(path, like)": (2248, 14, 9),
     "manager.restore(like)": (2764, 18, 11),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1189, 812),
     "_progress": (222, 163),
     "_restore": (2072, 1554),
-    "_run": (8777, 6056),
+    "_run": (8819, 6076),
     "_save": (2342, 1633),
     "cli": (4523, 3234),
     "format": (3223, 2145),

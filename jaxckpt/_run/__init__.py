@@ -24,6 +24,7 @@ A manager:
     due          which calls save, alike in all processes
     position     which step may come next
     incremental  what a step shares with earlier steps
+    comparisons  when replicas are compared, and what that found
     preemption   being told to stop
     resume       the newest complete step, or the step before it
 

@@ -436,7 +436,7 @@ class CheckpointManager:
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
-        self._saver.restored()
+        self._saver.comparisons.ask()
         if isinstance(reading, StateReading):
             self._saver.timings.append(reading.meter.timing())
             self._saver.due.record(restore_s=time.monotonic() - start_s)

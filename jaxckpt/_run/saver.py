@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -19,14 +18,15 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
+from jaxckpt._run.comparisons import Comparisons
 from jaxckpt._run.due import DueSteps
 from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
+from jaxckpt._run.sender import Upload
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._run.uploader import Upload
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt._save.replicas import Replicas
@@ -60,7 +60,7 @@ class SaveOptions:
     notice: Notice | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SavingStep:
     """A step being saved, until the work after its commit has ended."""
 
@@ -69,6 +69,25 @@ class SavingStep:
     upload: Upload | None  # from there to the directory, if it goes there
     trees: Sequence[TreeItem]  # whose files the next step may share
     metrics: Mapping[str, Any]  # empty until process 0 has written them
+
+
+@dataclass(slots=True)
+class Given:
+    """What one call of `save` is given, and its copies on the host."""
+
+    step: int
+    state: object
+    items: Mapping[str, object]
+    metrics: Mapping[str, Any] | None
+    dtype: str | None
+    custom_metadata: Mapping[str, Any] | None
+    taken: list[SaveItem] = field(default_factory=list)
+    replicas: Replicas | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)  # the metrics, once they are computed
+
+    @property
+    def trees(self) -> Sequence[TreeItem]:
+        return [item for item in self.taken if isinstance(item, TreeItem)]
 
 
 @final
@@ -128,9 +147,7 @@ class Saver:
         self._numbers = itertools.count()
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
-        self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
-        self._differences: list[str] = []  # between replicas, when they were last compared
-        self._was_alike = False  # whether a comparison of this job has found none
+        self.comparisons = Comparisons(self._index, processes, policy, options.item)
         self._lacked_metric = False  # whether a step did, which is reported once
 
     @property
@@ -197,10 +214,6 @@ class Saver:
         if self._tiers is not None:
             self._tiers.sender.newest = self._tiers.sender.newest_direct = None
 
-    def restored(self) -> None:
-        """Lets the next save compare replicas."""
-        self._unchecked = math.inf
-
     # --- in the caller's thread ------------------------------------------------------------------
 
     def save(
@@ -230,59 +243,24 @@ class Saver:
         meter.waited()
         name = f"manager {self.session}/{next(self._numbers)}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
-        taken, replicas, metadata = [], None, {}
-        numbers: dict[str, Any] = {}  # of `metrics`
-
-        def take() -> None:
-            nonlocal taken, replicas
-            taken, replicas = [], None
-            taken, replicas = self._take(state, items, metrics, numbers, meter, dtype)
-
-        def check_and_take() -> None:
-            nonlocal metadata
-            # Raised in here because another process may not know of these errors and save.
-            raise_first(errors)
-            self.position.check(step, self._saving())
-            metadata = check_metadata(custom_metadata)
-            take()
-
+        given = Given(step, state, items, metrics, dtype, custom_metadata)
         meter.watch(display(self._options.on_progress, self._processes.index))
-        problem = self._problem_of(check_and_take, meter)
+        problem = self._problem_of(partial(self._check_and_take, given, meter, errors), meter)
         self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
         root, upload = self._root, None
         if self._tiers is not None:
-            root, upload = self._choose_root(self._tiers, step, taken, name)
-        storage, path = root.index.storage, root.index.path(step)
-        is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
+            root, upload = self._choose_root(self._tiers, given, name)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
-        work = commit_of(storage, path).work(token)
-        if problem is None and not self.incremental.link(taken, root, work):
-            problem = self._problem_of(take, meter)
-        self._unchecked = 1 if replicas and replicas.compares else self._unchecked + 1
-        known = step if root.counts(step, self.position.floor) else None
-        trees = [item for item in taken if self.incremental.storage and isinstance(item, TreeItem)]
-        request = SaveRequest(
-            storage=storage,
-            path=path,
-            items=taken,
-            group=root.group,
-            name=name,
-            meter=meter,
-            custom_metadata=metadata,
-            is_step=True,
-            token=token,
-            fence=partial(root.owner.fence, known),
-            pace=self._pace.wait if is_paced else int,
-            overwrite=known is None or step in root.index.astray,  # of an earlier life
-            life=self.position.life(name),
-            replicas=replicas,
-            problem=problem,
-            skips=bool(errors),
-            timeout_s=self._options.timeout_s,
-        )
+        work = commit_of(root.index.storage, root.index.path(step)).work(token)
+        if problem is None and not self.incremental.link(given.taken, root, work):
+            problem = self._problem_of(partial(self._take, given, meter), meter)
+        self.comparisons.count(given.replicas)
+        request = self._request(given, root, name, token, meter)
+        request = replace(request, problem=problem, skips=bool(errors))
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
-        saving = SavingStep(handle=handle, root=root, upload=upload, trees=trees, metrics=numbers)
+        trees = given.trees if self.incremental.storage else []
+        saving = SavingStep(handle, root, upload, trees, given.numbers)
         handle.begin(partial(self._finish_step, saving))
         if is_last:
             self._for_preemption = handle
@@ -290,6 +268,37 @@ class Saver:
         if problem is not None:
             raise problem
         return handle
+
+    def _check_and_take(self, given: Given, meter: Meter, errors: list[BaseException]) -> None:
+        # Raised in here because another process may not know of these errors and save.
+        raise_first(errors)
+        self.position.check(given.step, self._saving())
+        given.custom_metadata = check_metadata(given.custom_metadata)
+        self._take(given, meter)
+
+    def _request(
+        self, given: Given, root: Root, name: str, token: str, meter: Meter
+    ) -> SaveRequest:
+        step, index = given.step, root.index
+        known = step if root.counts(step, self.position.floor) else None
+        is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
+        return SaveRequest(
+            storage=index.storage,
+            path=index.path(step),
+            items=given.taken,
+            group=root.group,
+            name=name,
+            meter=meter,
+            custom_metadata=given.custom_metadata or {},
+            is_step=True,
+            token=token,
+            fence=partial(root.owner.fence, known),
+            pace=self._pace.wait if is_paced else int,
+            overwrite=known is None or step in index.astray,  # of an earlier life
+            life=self.position.life(name),
+            replicas=given.replicas,
+            timeout_s=self._options.timeout_s,
+        )
 
     def _problem_of(self, do: Callable[[], None], meter: Meter) -> Exception | None:
         """Returns the error of `do`, which the other processes hear before it is raised."""
@@ -312,15 +321,13 @@ class Saver:
             raise_first([*errors, error])
             raise
 
-    def _choose_root(
-        self, tiers: Tiers, step: int, taken: Sequence[SaveItem], name: str
-    ) -> tuple[Root, Upload | None]:
+    def _choose_root(self, tiers: Tiers, given: Given, name: str) -> tuple[Root, Upload | None]:
         """Returns where to save a step, and its upload from there if it goes to the directory."""
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
-        root = tiers.choose_root(sum(item.size_bytes for item in taken) + under_way, name)
+        root = tiers.choose_root(sum(item.size_bytes for item in given.taken) + under_way, name)
         if root is not self._root:
-            tiers.sender.newest_direct = step
-        return root, tiers.uploader.expect(step) if self._is_durable else None
+            tiers.sender.newest_direct = given.step
+        return root, tiers.uploader.expect(given.step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice or signal, beside what this run has measured.
@@ -349,52 +356,34 @@ class Saver:
         text = "; ".join([*texts, fits]) if known else "nothing is measured yet"
         self._index.warn(f"saving step {step} for {why}: {text}")
 
-    def _take(
-        self,
-        state: object,
-        items: Mapping[str, object],
-        metrics: Mapping[str, Any] | None,
-        numbers: dict[str, Any],  # receives the metrics once they are computed
-        meter: Meter,
-        dtype: str | None,
-    ) -> tuple[list[SaveItem], Replicas]:
+    def _take(self, given: Given, meter: Meter) -> None:
         """Copies everything to the host, and begins to compare replicas, if that is due."""
-        main, processes = self._options.item, self._processes
-        for name in items:
+        main, state, metrics = self._options.item, given.state, given.metrics
+        for name in given.items:
             names.check_item(name, main, names.STATE_ITEM, names.DEFAULT_ITEM)
-        policy = self.due.schedule.policy
-        replicas = Replicas(
-            processes,
-            policy.may_differ,
-            main=main,
-            compares=0 < policy.check_replicas <= self._unchecked,
-            known=lambda: self._differences,
-            marks=lambda: self._was_alike,
-        )
+        given.taken, given.replicas = [], None  # those of another try are gone
+        taken, replicas = list[SaveItem](), self.comparisons.begin()
         with meter.phase("snapshot"):
-            holds = self._root.group.part is not None
-            options: dict[str, Any] = {"zstd": self._options.zstd, "holds": holds}
-            options |= {"storage": self.incremental.storage, "replicas": replicas}
+            options: dict[str, Any] = {"zstd": self._options.zstd, "replicas": replicas}
+            options["holds"] = self._root.group.part is not None
+            options["storage"] = self.incremental.storage
             bases = self.incremental.begin(is_saving=bool(self.under_way()))
-            taken: list[SaveItem] = []
             if isinstance(state, Items):
-                taken += state.taken(processes)
+                taken += state.taken(self._processes)
             else:
-                base = bases.get(main)
-                taken += [
-                    take_tree(main, state, processes, copy=True, dtype=dtype, base=base, **options)
-                ]
-            for name, value in items.items():
+                how = {"copy": True, "dtype": given.dtype, "base": bases.get(main), **options}
+                taken.append(take_tree(main, state, self._processes, **how))
+            for name, value in given.items.items():
                 base = bases.get(name)
-                taken.append(_items.take_item(name, value, processes, base=base, **options))
+                taken.append(_items.take_item(name, value, self._processes, base=base, **options))
         for root in self._roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
-                self._check_metric(metrics or {}, root.keep.metric, meter.step)
+                self._check_metric(metrics or {}, root.keep.metric, given.step)
         if metrics is not None:
-            taken.append(_items.take_metrics(metrics, numbers.update))
-        return taken, replicas
+            taken.append(_items.take_metrics(metrics, given.numbers.update))
+        given.taken, given.replicas = taken, replicas
 
-    def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int | None) -> None:
+    def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
         """Reports the first step that lacks the metric of the policy."""
         if wanted in metrics or self._lacked_metric:
             return
@@ -461,16 +450,6 @@ class Saver:
         self._follow(saving)
         fingerprint.prepare()  # once the upload is under way
 
-    def _report_differences(self, step: int, differences: Sequence[str]) -> None:
-        text = f"step {step} is marked: replicas differ, so a device may compute wrongly: "
-        if not self._was_alike:  # the program may work so
-            text = f"step {step}: replicas differ, as whenever this job has compared them: "
-        text += f"{'; '.join(differences)}. See 'If replicas differ' in docs/runs.md"
-        if self._processes.index == 0:
-            self._index.report(text)
-        else:  # one of all logs it
-            self._index.problems.append(text)
-
     def _follow(self, saving: SavingStep) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""
         handle, root, upload = saving.handle, saving.root, saving.upload
@@ -482,15 +461,8 @@ class Saver:
         self.position.floor = step
         self.due.record(save_s=timing.seconds)
         where, timeout_s = self._index.root, self._options.timeout_s
-        differences = [] if request.replicas is None else request.replicas.differences
-        if differences:
-            self._report_differences(step, differences)
-        if request.replicas is not None and request.replicas.compares:
-            self._differences = [f"at step {step}: {text}" for text in differences]
-            if differences or request.replicas.is_later:
-                self._unchecked = math.inf  # at the next save again
-            else:
-                self._was_alike = True
+        if request.replicas is not None:
+            self.comparisons.end(step, request.replicas)
         marked = () if request.replicas is None else request.replicas.marked
         facts = {"metrics": dict(saving.metrics), "differences": marked}
         info = StepInfo(step=step, saved_s=time.time(), **facts)
