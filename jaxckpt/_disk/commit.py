@@ -637,7 +637,7 @@ def remove_item(
     storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
     storage.delete(f"{path}/{item}")
     storage.write(file, after)
-    left[names.CHECKPOINT_METADATA] = FileFacts(size=len(after), sha256=step.digest(after))
+    left[names.CHECKPOINT_METADATA] = FileFacts.of(names.CHECKPOINT_METADATA, after)
     storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
     storage.delete(f"{path}/{names.DELETION_RECORD}")
 

@@ -156,6 +156,9 @@ class Found:
         facts = None if self.record is None else self.record.files.get(relative)
         if facts is None:
             return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        repeated = (facts.text or "").encode()
+        if repeated and self.entries(folder).get(name) == ("file", len(repeated)):
+            return repeated
         data = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
             data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))

@@ -214,7 +214,7 @@ class Transaction:
             facts[path] = FileFacts(size=size, sha256=sha256)
         # The listing may have been made before they were written.
         for path, data in files.items():
-            facts[path] = FileFacts(size=len(data), sha256=step.digest(data))
+            facts[path] = FileFacts.of(path, data)
         facts.pop(names.WRITER, None)
         return dict(sorted(facts.items()))
 

@@ -7,6 +7,7 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
      "share": [1, 4], "run": {"id": ..., "starts": [["5f0c...", null], ["a9d2...", 800]]},
      "differences": ["leaf params/w has other bits on device 3 than on devices 0, 1, 2"],
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
+               "metrics/metrics": {"bytes": 13, "sha256": ..., "text": "{\\"loss\\": 0.5}"},
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
@@ -14,7 +15,8 @@ itself and `commit_success.txt`; "item" is the main item, left out if it is "sta
 index of a process and their number, if the checkpoint has only the shards that this process held.
 "run" is present if it is a step of a run; see `Life`. "differences" is present if replicas of
 a shard differed, of which the step has one. Data files lack a SHA-256: each chunk carries
-a checksum, and a file with a SHA-256 lists the checksums of all chunks.
+a checksum, and a file with a SHA-256 lists the checksums of all chunks. "text" repeats a small file
+that describes the step, so that a list of steps reads one file of each.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ VERSION: Final = 1
 MAX_STARTS: Final = 32
 # The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20
+_REPEATED: Final = (names.CHECKPOINT_METADATA, f"{names.METRICS_ITEM}/{names.METRICS_FILE}")
+_MOST_REPEATED_BYTES: Final = 16_000
 
 # Handler strings accepted by every entry point of Orbax, v0 and v1.
 PYTREE_HANDLER: Final = (
@@ -133,6 +137,18 @@ class FileFacts:
 
     size: int
     sha256: str | None = None
+    text: str | None = field(default=None, compare=False)  # the file itself; see the module
+
+    @classmethod
+    def of(cls, file: str, data: bytes) -> FileFacts:
+        """Returns the facts about a metadata file."""
+        repeats = file in _REPEATED and len(data) <= _MOST_REPEATED_BYTES
+        text = data.decode() if repeats else None
+        return cls(size=len(data), sha256=digest(data), text=text)
+
+    def encoded(self) -> dict[str, Any]:
+        both = {"sha256": self.sha256, "text": self.text}
+        return {"bytes": self.size} | {k: value for k, value in both.items() if value is not None}
 
 
 Starts = tuple[tuple[str, int | None], ...]
@@ -183,10 +199,7 @@ def encode_record(record: Record) -> bytes:
             **({} if record.share is None else {"share": record.share}),
             **({"run": {"id": life.run, "starts": life.starts}} if (life := record.life) else {}),
             **({"differences": record.differences} if record.differences else {}),
-            "files": {
-                path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
-                for path, facts in record.files.items()
-            },
+            "files": {path: facts.encoded() for path, facts in record.files.items()},
         }
     )
     return body + b"\n" + digest(body).encode() + b"\n"
@@ -211,10 +224,11 @@ def decode_record(data: bytes, *, file: str) -> Record:
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
             raise damaged(file, f"invalid file path {path!r}")
-        sha256 = entry.get("sha256")
+        sha256, text = entry.get("sha256"), entry.get("text")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
             sha256=None if sha256 is None else expect(sha256, str, f"{path}: 'sha256'", file=file),
+            text=None if text is None else expect(text, str, f"{path}: 'text'", file=file),
         )
     return Record(
         writer=expect(top.get("writer"), str, "'writer'", file=file),

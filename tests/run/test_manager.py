@@ -2641,7 +2641,7 @@ def test_a_step_that_cannot_be_read_now_is_kept(tmp_path):
         for step, loss in enumerate([0.1, 0.5, 0.5], start=1):
             manager.save(step, {"n": step}, metrics={"loss": loss})
     file = tmp_path / "1" / "metrics" / "metrics"
-    file.write_bytes(bytes(len(file.read_bytes())))
+    file.write_bytes(bytes(1 + len(file.read_bytes())))
 
     with CheckpointManager(tmp_path, keep=keep) as manager:
         manager.save(4, {"n": 4}, metrics={"loss": 0.5})

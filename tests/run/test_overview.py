@@ -132,9 +132,9 @@ def test_what_is_not_whole_is_shown_with_the_reason(root):
     assert found[7].size_bytes > 4000
 
 
-@pytest.mark.parametrize("damage", ["cut", "removed", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", "removed", "longer"])
 def test_damage_that_metadata_and_sizes_tell_is_shown(root, damage):
-    """A data file is cut or missing, or a metadata file changed; the other facts are shown."""
+    """A data file is cut or missing, or a metadata file is longer; the other facts are shown."""
     data = max((root / "7" / "state").rglob("*"), key=lambda path: path.stat().st_size)
     if damage == "cut":
         os.truncate(data, data.stat().st_size - 1)
@@ -142,7 +142,7 @@ def test_damage_that_metadata_and_sizes_tell_is_shown(root, damage):
         data.unlink()
     else:
         data = root / "7" / "metrics" / "metrics"
-        data.write_bytes(data.read_bytes().replace(b"0", b"1"))
+        data.write_bytes(data.read_bytes() + b" ")
 
     seven = overview(root).steps[1]
 
