@@ -132,7 +132,7 @@ class BucketLocation:
 
     def _answers(self) -> Finding:
         try:
-            self._storage._first_below(self._path)
+            self._storage._page(self._path)
         except StoreError as error:
             self._refusal = error
         self._raise_if("silence", "unreachable", "load", "region", "addressing", "clock")

@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
@@ -38,7 +38,6 @@ from jaxckpt.storage._requests import (
     callers,
     is_beyond_the_end,
     is_condition,
-    pool,
 )
 from jaxckpt.storage._settings import (
     StoreSettings,
@@ -53,6 +52,7 @@ _PART_BYTES: Final = 8 << 20
 _PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
 _MOST_GRPC_BYTES: Final = 256 << 20  # of a file: TensorStore takes it whole
 _PAGE: Final = 1000  # what stores list in one request
+_LAST_NAME: Final = "\U0010ffff"
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
@@ -134,11 +134,11 @@ class ObjectStorage:
     def kind(self, path: str) -> EntryKind | None:
         if path == self.root:  # no object
             return "dir"
-        below = pool().submit(partial(self._first_below, path))
+        below = callers().submit(partial(self._page, path))
         try:
             self._head(path)
         except FileNotFoundError:
-            return "dir" if below.result() else None
+            return "dir" if any(one["path"] != self._key(path) for one in below.result()) else None
         return "file"
 
     def size(self, path: str) -> int:
@@ -164,28 +164,42 @@ class ObjectStorage:
         return {
             one["path"].removeprefix(f"{key}/"): Entry("file", one["size"])
             for one in sorted(self._below(path, in_one=in_one), key=lambda one: one["path"])
-            if not is_temporary_file(posixpath.basename(one["path"]))
+            if in_one or not is_temporary_file(posixpath.basename(one["path"]))
         }
 
     def _below(self, path: str, *, in_one: bool = False) -> list[Any]:
-        key = self._key(path)
+        found = self._page(path)
+        if len(found) == _PAGE:
+            found = [] if in_one else found + self._after(path, found[-1]["path"])
+        return [one for one in found if one["path"] != self._key(path)]
 
-        def listed() -> list[Any]:
-            pages = obs().list(self._store, key or None, chunk_size=_PAGE)
-            if in_one:
-                first = next(iter(pages), ())
-                return [*first] if len(first) < _PAGE else []
-            return [one for some in pages for one in some]
+    def _page(self, path: str, after: str | None = None) -> list[Any]:
+        return self.requests.read("list", path, lambda: [*next(self._pages(path, after), ())])
 
-        found = self.requests.read("list", path, listed)
-        return [one for one in found if one["path"] != key]
+    def _pages(self, path: str, after: str | None = None) -> Iterator[Any]:
+        below = obs().list(self._store, self._key(path) or None, offset=after, chunk_size=_PAGE)
+        return iter(below)
 
-    def _first_below(self, path: str) -> bool:
-        def first() -> bool:
-            pages = obs().list(self._store, self._key(path) or None, chunk_size=1)
-            return any(one["path"] != self._key(path) for one in next(iter(pages), ()))
+    def _after(self, path: str, last: str) -> list[Any]:
+        """Lists what comes after the first page, several directories at a time."""
+        names = sorted(f"{self._key(path)}/{name}".lstrip("/") for name in self.entries(path))
+        later = [name for name in names if name > last]
+        seen = len(names) - len(later)  # as many in each request, if they are alike
+        each = max(1, seen * 4 // 5, -(-len(later) // REQUESTS_AT_ONCE))
+        starts = [last, *(later[each::each] if self.scheme != "az" else ())]
+        ranges = zip(starts, [*starts[1:], _LAST_NAME], strict=True)
+        parts = all_of(callers(), [partial(self._between, path, *both) for both in ranges])
+        return [one for part in parts for one in part]
 
-        return self.requests.read("list", path, first)
+    def _between(self, path: str, after: str, last: str) -> list[Any]:
+        page = [] if self.scheme == "az" else self._page(path, after)
+        found = [*page]
+        while len(page) == _PAGE and after < page[0]["path"] and page[-1]["path"] < last:
+            found += (page := self._page(path, page[-1]["path"]))
+        if self.scheme == "az" or (found and found[0]["path"] <= after):
+            # The store lists from the beginning only.
+            found = self.requests.read("list", path, lambda: [*chain(*self._pages(path))])
+        return [one for one in found if after < one["path"] <= last]
 
     def _head(self, path: str) -> Any:
         return self.requests.read("look at", path, lambda: obs().head(self._store, self._key(path)))

@@ -89,7 +89,8 @@ class Storage(Protocol):
         Empty if the directory does not exist.
 
         Args:
-            in_one: Whether to return nothing if a store does not list all in one request.
+            in_one: Whether a store returns nothing if it does not list all in one request, and
+                unfinished files too if it does.
         """
         ...
 

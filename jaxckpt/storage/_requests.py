@@ -42,6 +42,7 @@ Reason = Literal[
 ]
 
 REQUESTS_AT_ONCE: Final = 32
+_SMALL_AT_ONCE: Final = 192  # of several calls, such as reads of metadata
 # A read is sent again after this many times the seconds that nine of ten of its peers took. Peers
 # are the latest reads of about its size.
 _HEDGE_FACTOR: Final = 1.5
@@ -147,7 +148,7 @@ def _make(future: Future[T], call: Callable[[], T]) -> None:
 @lru_cache(maxsize=1)
 def pool() -> Threads:
     """Returns the threads that wait for answers."""
-    return Threads(2 * REQUESTS_AT_ONCE, "jaxckpt-store")
+    return Threads(REQUESTS_AT_ONCE + _SMALL_AT_ONCE, "jaxckpt-store")
 
 
 @lru_cache(maxsize=1)
@@ -159,7 +160,7 @@ def callers() -> Threads:
 @lru_cache(maxsize=1)
 def outer_callers() -> Threads:
     """Returns the threads that make several calls."""
-    return Threads(REQUESTS_AT_ONCE, "jaxckpt-together")
+    return Threads(_SMALL_AT_ONCE, "jaxckpt-together")
 
 
 def all_of(threads: Threads, calls: Sequence[Callable[[], Any]]) -> list[Any]:
