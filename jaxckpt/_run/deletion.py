@@ -83,6 +83,9 @@ class Deletion:
             wanted = {posixpath.basename(index.path(n)): n for n in numbers}
             if self._failed or self.half or index.storage.atomic_rename:
                 self._finish_deletions()
+            if asked_for:  # a look now spares a step of another program the claim
+                kept = self.leases.leased(index.seen)
+                wanted = {name: n for name, n in wanted.items() if name not in kept}
             if not wanted:
                 return []
             looks = [partial(self._files, name) for name in wanted]
@@ -92,7 +95,9 @@ class Deletion:
                 may_claim = asked_for or is_file_system or index.has_record(wanted[first])
                 take = claim.take if may_claim else int
                 doomed = [*wanted, *self.half]
-                entries, _, *found = self._doom(doomed, [index.entries, take, *looks])
+                others = looks if index.is_large else ()  # else the first list shows them
+                entries, _, *found = self._doom(doomed, [index.entries, take, *others])
+                found = found or [look() for look in looks]
                 leased = self.leases.leased(entries)
                 counted = is_file_system or asked_for or index.are_there(entries)
                 if not counted:  # the policy counted on a step that is gone
@@ -221,7 +226,7 @@ class Deletion:
 
     def _files(self, name: str) -> Files:
         with contextlib.suppress(OSError):  # which is raised when the step is deleted
-            return self.index.storage.files(f"{self.index.root}/{name}")
+            return self.index.files(name)
 
     def _delete_step(
         self, name: str, inside: Files = None, claim: Claim | None = None, asked_for: bool = False

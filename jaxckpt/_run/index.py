@@ -44,7 +44,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, run, step
 from jaxckpt.format.run import StepNames, guess_names
-from jaxckpt.storage import Entry, Storage, ahead, is_temporary_file, locate, together
+from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, locate, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
 
@@ -52,7 +52,7 @@ _logger = logging.getLogger("jaxckpt")
 
 T = TypeVar("T")
 U = TypeVar("U")
-_AT_ONCE: Final = 64  # of 1,000 steps, so many are looked at together
+_AT_ONCE: Final = 192  # of 1,000 steps, so many are looked at together
 # Meanwhile a writer may delete all steps in a listing, having committed newer steps.
 LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
@@ -133,6 +133,7 @@ class StepIndex:
     # Only the owner caches facts about steps, since nobody else can replace one meanwhile.
     owned: bool = False
     quiet: bool = False  # records problems without logging them
+    is_large: bool = False  # whether a store needs several requests to list it
     problems: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
     astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
@@ -144,6 +145,7 @@ class StepIndex:
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _views: dict[str, Storage] = field(default_factory=dict)
+    _all: Storage | None = None  # a view of it, instead of views of steps
 
     # --- problems ----------------------------------------------------------------------------
 
@@ -167,11 +169,17 @@ class StepIndex:
     # --- the steps of a run -----------------------------------------------------------------
 
     def entries(self) -> dict[str, Entry]:
-        """Lists the root; empty if it does not exist."""
+        """Lists the root; empty if it does not exist. In a store, a small run is listed whole."""
+        self._all = None if self.is_large else whole(self.storage, self.root)
         try:
-            return self.storage.entries(self.root)
+            return (self._all or self.storage).entries(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+
+    @property
+    def seen(self) -> Collection[str]:
+        """Returns the entries of the root when a small run in a store was last listed, or none."""
+        return () if self._all is None else self._all.entries(self.root)
 
     def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
         """Lists the root and finds its steps by their names.
@@ -180,10 +188,11 @@ class StepIndex:
             known: An earlier listing. The newest step in it is listed at the same time.
         """
         self._views.clear()
-        newest = sorted(filter(run.is_like_step, known or ()), key=run.number_of)[-1:]
-        entries, *_ = together(
-            self.storage, [self.entries, *(partial(self._view, name) for name in newest)]
-        )
+        steps = sorted(filter(run.is_like_step, known or ()), key=run.number_of)
+        self.is_large = self.is_large or len(steps) > _AT_ONCE
+        looks = [partial(self.view, name) for name in steps[-1:] if self.is_large]
+        entries, *_ = together(self.storage, [self.entries, *looks])
+        self.is_large = self._all is None and bool(entries)
         naming = self.naming or self._guess(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
@@ -223,7 +232,7 @@ class StepIndex:
 
     def _is_copy(self, name: str) -> bool:
         """Returns whether a step was saved under another name; then its name shows no scheme."""
-        path, view = f"{self.root}/{name}", self._view(name)
+        path, view = f"{self.root}/{name}", self.view(name)
         try:
             record = read_record(view, path, view.entries(path)).record
         except (CheckpointError, OSError) as error:
@@ -255,7 +264,7 @@ class StepIndex:
             return None
         if name in self._committed:
             return "committed"
-        path, view = f"{self.root}/{name}", self._view(name)
+        path, view = f"{self.root}/{name}", self.view(name)
         try:
             if looks_committed(view, path):
                 # Without renames it may be replaced in place, but only by the owner.
@@ -269,10 +278,19 @@ class StepIndex:
             return "unreadable"
         return "torn" if is_torn else None
 
-    def _view(self, name: str) -> Storage:
+    def look_at_all(self, listing: Listing) -> None:
+        """Lists all steps, in a store with few requests, if most will be looked at."""
+        unknown = {*listing.steps.values()} - self._committed
+        if len(unknown) > _AT_ONCE and self.storage.parallel_writes and self._all is None:
+            self._all = listed(self.storage, self.root)
+
+    def view(self, name: str) -> Storage:
         """Returns a view of a step, which lists it once until the root is listed again."""
+        if self._all is not None:
+            return self._all
         if name not in self._views:
-            self._views[name] = ahead(self.storage, f"{self.root}/{name}", reads=False)
+            path = f"{self.root}/{name}"
+            self._views[name] = whole(self.storage, path) or self.storage
         return self._views[name]
 
     def _check(self, listing: Listing, number: int) -> State | None:
@@ -299,6 +317,7 @@ class StepIndex:
         """Returns the committed steps, in order."""
         for listing in self.listings():
             newest_first = [*reversed(listing.steps)]
+            self.look_at_all(listing)
             states = together(
                 self.storage, [partial(self._check, listing, n) for n in newest_first]
             )
@@ -318,8 +337,14 @@ class StepIndex:
         return sorted(n for n in numbered if n is not None and n not in self.astray)
 
     def are_there(self, entries: Collection[str]) -> bool:
-        """Returns whether nobody else deleted a step; if so, the steps are listed again."""
+        """Returns whether nobody else deleted a step; if so, the steps are listed again.
+
+        A step counts as deleted without its marker, too, if the run was just listed whole.
+        """
         gone = self._committed.difference(entries)
+        if (view := self._all) is not None:
+            there = self._committed - gone
+            gone |= {name for name in there if not looks_committed(view, f"{self.root}/{name}")}
         self._committed -= gone
         self._is_known = self._is_known and not gone
         return not gone
@@ -381,10 +406,14 @@ class StepIndex:
             return True
         return self.state(self.listing(), number) == "committed"
 
+    def files(self, name: str) -> Collection[str]:
+        """Returns the files of a directory here, in a store by the latest list of a small run."""
+        return (self._all or self.storage).files(f"{self.root}/{name}")
+
     def has(self, number: int, file: str) -> bool:
         """Returns whether a file is in a step, in a store by its latest listing."""
         path = self.path(number)
-        return self._view(posixpath.basename(path)).kind(f"{path}/{file}") is not None
+        return self.view(posixpath.basename(path)).kind(f"{path}/{file}") is not None
 
     def has_record(self, number: int) -> bool:
         """Returns whether jaxckpt saved a step, in a store by its latest listing."""
@@ -461,7 +490,7 @@ class StepIndex:
             return True
         path = f"{self.root}/{name}"
         try:
-            view = self._view(name)
+            view = self.view(name)
             self.check_found(number, read_record(view, path, view.entries(path)))
         except (CheckpointNotFound, FileNotFoundError):
             return False
@@ -481,7 +510,7 @@ class StepIndex:
         self.unknown.discard(number)
         try:
             path = self.path(number)
-            view = self._view(posixpath.basename(path))
+            view = self.view(posixpath.basename(path))
             found = read_facts(view, path, view.entries(path))
             when_s = saved_s(found) or when_s
             metrics = metrics_of(found)
@@ -620,14 +649,23 @@ def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:
     return inside
 
 
-def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
+def whole(storage: Storage, path: str) -> Storage | None:
+    """Returns a view of a run or a step in a store, if one request lists it."""
+    return listed(storage, path, in_one=True) if storage.parallel_writes else None
+
+
+def existing_root(root: str | os.PathLike[str], *, looks: bool = False) -> tuple[Storage, str]:
     """Returns the storage and path of an existing root.
+
+    Args:
+        looks: Whether to return a view of the run instead if one request to a store lists it.
 
     Raises:
         CheckpointNotFound: no such directory.
         NotADirectoryError, ValueError: the path is not a directory, or it is a checkpoint.
     """
     storage, where = locate(root)
+    storage = (looks and whole(storage, where)) or storage
     if check_root(storage, where) is None:
         near = neighbours(storage, where)
         raise CheckpointNotFound(f"{where}: no such file or directory. {near}")

@@ -30,11 +30,11 @@ from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
-from jaxckpt.format.run import guess_names
-from jaxckpt.storage import Storage, ahead, files_in, listed, locate, now
+from jaxckpt.format.run import guess_names, is_like_step
+from jaxckpt.storage import PathIn, Storage, files_in, listed, locate, now
 from jaxckpt.types import StepInfo
 
-_FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE})
+FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE, names.OWNER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         ...     [(step.step, step.metrics, step.problem) for step in overview(folder).steps]
         [(7, {'loss': 0.5}, None)]
     """
-    storage, where = existing_root(root)
+    storage, where = locate(root)
     index, listing, steps = _look_around(storage, where)
     for _ in range(LISTINGS - 1):
         if not steps and listing.steps:  # a writer deleted them meanwhile
@@ -147,20 +147,15 @@ def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
     """Describes the step at a path, complete or torn; None if the path is not a step of a run."""
     storage, where = locate(path)
     root, name = posixpath.split(where)
+    if not is_like_step(name):
+        return None
     naming = next(iter(guess_names([name], bool)), None)
     index = StepIndex(storage, root, naming=naming, quiet=True)
     listing = index.listing()
     number = listing.directories().get(name)
     if number is None or index.state(listing, number) is None:
         return None
-    return look_ahead(index, listing, number)
-
-
-def look_ahead(index: StepIndex, listing: Listing, number: int) -> StepOverview | None:
-    """Describes one step, in a store with one listing; None if it no longer exists."""
-    name = listing.steps[number]
-    view = ahead(index.storage, f"{index.root}/{name}")
-    return look(StepIndex(view, index.root, index.naming, quiet=True), listing, name, number)
+    return look(index, listing, name, number)
 
 
 def policy_of(index: StepIndex) -> KeepPolicy | None:
@@ -174,7 +169,9 @@ def policy_of(index: StepIndex) -> KeepPolicy | None:
 
 def _look_around(storage: Storage, root: str) -> tuple[StepIndex, Listing, list[StepOverview]]:
     """Lists a run, and describes all its steps."""
-    index = StepIndex(listed(storage, root, _FIRST), root, quiet=True)
+    view = listed(storage, root, FIRST) or storage
+    existing_root(PathIn(view, root))
+    index = StepIndex(view, root, quiet=True)
     listing = index.listing()
     numbered = {**listing.directories(), **listing.flax_files()}
     looked = at_once(lambda name: look(index, listing, name, numbered[name]), numbered)
@@ -189,19 +186,19 @@ def look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOver
         # Read again: a step that was deleted or replaced meanwhile is not damaged.
         index = StepIndex(now(index.storage), index.root, index.naming, quiet=True)
         step = _look(index, listing, name, number)
-    return None if index.storage.kind(step.path) is None else step
+    return None if index.view(name).kind(step.path) is None else step
 
 
 def _look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOverview:
     path, found, problem = f"{index.root}/{name}", None, None
-    facts: dict[str, Any] = {}
+    view, facts = index.view(name), dict[str, Any]()
     try:
-        facts |= _size(index.storage, path, listing)
+        facts |= _size(view, path, listing)
         found = _find(index, listing, name, number)
     except (CheckpointError, OSError) as error:
         problem, facts["unreadable"] = str(error), is_io_failure(error)
         with contextlib.suppress(CheckpointError, OSError):
-            found = read_found(index.storage, path, index.storage.entries(path))
+            found = read_found(view, path, view.entries(path))
     if found is not None:
         facts |= _recorded(found, is_file=listing.entries[name].kind == "file")
         try:
@@ -225,14 +222,14 @@ def _size(storage: Storage, path: str, listing: Listing) -> dict[str, Any]:
 def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
     path = f"{index.root}/{name}"
     if listing.entries[name].kind == "file":
-        return find(index.storage, path)
+        return find(index.view(name), path)
     state = index.state(listing, number)
     if state is None:
-        inside = shown([*index.storage.entries(path)])
+        inside = shown([*index.view(name).entries(path)])
         raise CheckpointNotFound(f"{path} is not a committed step; it contains {inside}")
     if state != "committed":
         index.check_there(number)
-    found = find(index.storage, path)
+    found = find(index.view(name), path)
     index.check_found(number, found)
     return found
 

@@ -91,11 +91,13 @@ def rm(
     if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
     but never the main one, and moves nothing. Refused while a running job writes the run.
     """
-    from jaxckpt._run.overview import look_ahead, policy_of
+    from jaxckpt._run.overview import look, policy_of
     from jaxckpt.cli._owned import owned, run_at
+    from jaxckpt.storage import now
 
-    run, numbers = _target(path, steps)
-    root, listing = run.index.root, run.index.listing()
+    run, numbers = _target(path, steps, looks=True)
+    root, storage = run.index.root, now(run.index.storage)
+    listing = run.index.listing()
     for number in numbers:
         if run.index.state(listing, number) != "committed":
             run.index.check_step(number)  # raises
@@ -109,14 +111,14 @@ def rm(
         _rm_item(run, numbers, item, dry_run=dry_run, yes=yes, no_job=no_job, as_json=as_json)
         return
     keep = policy_of(run.index)
-    folder = run_at(run.index.storage, root, keep=keep).folder
+    folder = run_at(storage, root, keep=keep).folder
     if not as_json:
-        looked = [look_ahead(run.index, listing, number) for number in numbers]
+        looked = [look(run.index, listing, listing.steps[n], n) for n in numbers]
         _print_doomed(root, [step for step in looked if step], run.index.newest(listing))
     gone: list[int] = []
     if not dry_run:
         _output.confirm(_question(numbers, root, folder), yes=yes)
-        with owned(run.index.storage, root, no_job=no_job, keep=keep) as owner:
+        with owned(storage, root, no_job=no_job, keep=keep) as owner:
             gone = owner.delete(numbers, asked_for=True)
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
@@ -140,6 +142,7 @@ def _rm_item(
     as_json: bool,
 ) -> None:
     from jaxckpt.cli._owned import owned
+    from jaxckpt.storage import now
 
     root, size = run.index.root, 0
     for number in numbers:
@@ -151,7 +154,7 @@ def _rm_item(
     gone: list[int] = []
     if not dry_run:
         _output.confirm(f"Delete {what}?", yes=yes)
-        with owned(run.index.storage, root, no_job=no_job) as owner:
+        with owned(now(run.index.storage), root, no_job=no_job) as owner:
             for number in numbers:
                 owner.delete_item(number, item)
                 gone.append(number)
@@ -177,14 +180,18 @@ def _is_ours(step: StepOverview) -> bool:
     return step.writer.startswith("jaxckpt")
 
 
-def _target(path: str, steps: Sequence[int]) -> tuple[Deletion, list[int]]:
-    """Returns the run and the steps of a command, given a root and numbers or a step's path."""
+def _target(path: str, steps: Sequence[int], *, looks: bool = False) -> tuple[Deletion, list[int]]:
+    """Returns the run and the steps of a command, given a root and numbers or a step's path.
+
+    Args:
+        looks: See `existing_root`.
+    """
     from jaxckpt._run.index import existing_root
     from jaxckpt.cli._owned import run_at
     from jaxckpt.storage import locate
 
     if steps:
-        return run_at(*existing_root(path)), sorted(set(steps))
+        return run_at(*existing_root(path, looks=looks)), sorted(set(steps))
     storage, where = locate(path)
     root, name = posixpath.split(where)
     run = run_at(storage, root)
@@ -309,6 +316,7 @@ def gc(
     from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import existing_run, owned, run_at
+    from jaxckpt.storage import locate
 
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
@@ -324,12 +332,13 @@ def gc(
     )
     if not policy.has_rules:
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
-    storage, where = existing_run(root)
-    found = overview(where)
+    found = overview(root)
+    storage, where = locate(root) if found.steps else existing_run(root)
     seen = run_at(storage, where, keep=found.keep)
     _check_metric(found, policy)
     torn = [step.step for step in found.steps if step.problem is not None]
-    planned = plan(found, policy, now_s=time.time(), unfinished=seen.unfinished(torn))
+    unfinished = seen.unfinished(torn) if torn else ()
+    planned = plan(found, policy, now_s=time.time(), unfinished=unfinished)
     if not as_json:
         _print_plan(found, planned)
     gone: list[int] = []

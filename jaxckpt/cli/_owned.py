@@ -15,7 +15,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointNotFound, SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import Hold, Storage
+from jaxckpt.storage import Hold, Storage, now
 
 
 def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> Deletion:
@@ -37,14 +37,14 @@ def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
         CheckpointNotFound: no such directory, or it has nothing of a run.
         NotADirectoryError, ValueError: the path is not a directory, or it is a checkpoint.
     """
-    storage, where = existing_root(root)
+    storage, where = existing_root(root, looks=True)
     listing = StepIndex(storage, where, quiet=True).listing()
     strays = listing.strays()
     if not listing.flax_files() and all(strays.get(name) == STRAY for name in listing.entries):
         raise CheckpointNotFound(
             f"{where} is not a run: it has no steps. It contains {shown([*listing.entries])}"
         )
-    return storage, where
+    return now(storage), where
 
 
 @contextlib.contextmanager

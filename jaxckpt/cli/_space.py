@@ -13,10 +13,10 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
-from jaxckpt._run.overview import overview
+from jaxckpt._run.overview import FIRST, overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import parse_path
-from jaxckpt.storage import locate, real
+from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +61,20 @@ def space(path: str) -> Space:
     """
     storage, where = locate(path)
     where = real(storage, where)
+    if storage.parallel_writes:
+        storage = listed(storage, where, FIRST) or storage
     try:
-        steps = overview(where).steps
+        steps = overview(PathIn(storage, where)).steps
     except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
-        steps = ()
+        steps, storage = (), now(storage)
     if steps:
-        parts = at_once(lambda step: _part(step.path, step.step, step.items), steps)
+        parts = at_once(lambda step: _part(storage, step.path, step.step, step.items), steps)
     else:
-        found = _found(where)
-        parts = [] if found is None else [_part(found.path, None, tuple(found.items))]
+        found = _found(storage, where)
+        parts = [] if found is None else [_part(storage, found.path, None, tuple(found.items))]
     # The path of an item means its checkpoint, as everywhere.
     top = parts[0][1] if parts and not steps else where
-    files = _files(top)
+    files = _files(storage, top)
     everything, of_steps = _once(files), [part for part, _, _ in parts]
     in_steps = _once(file for _, _, inside in parts for file in inside)
     return Space(
@@ -86,22 +88,23 @@ def space(path: str) -> Space:
     )
 
 
-def _found(where: str) -> Found | None:
-    storage, path = locate(where)
+def _found(storage: Storage, where: str) -> Found | None:
     try:
-        return find(storage, path)
+        return find(storage, where)
     except CheckpointNotFound:
         return None
 
 
-def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Usage, str, list[_File]]:
-    files = _once(_files(path))
+def _part(
+    storage: Storage, path: str, step: int | None, items: Sequence[str]
+) -> tuple[Usage, str, list[_File]]:
+    files = _once(_files(storage, path))
     part = Usage(
         name=posixpath.basename(path),
         step=step,
         size_bytes=sum(file.size_bytes for file in files),
         items=_by_item(files, items),
-        branches=_branches(path, items),
+        branches=_branches(PathIn(storage, path), items),
     )
     return part, path, files
 
@@ -128,7 +131,7 @@ def _by_item(files: Iterable[_File], items: Sequence[str]) -> dict[str, int]:
 _ABOUT = "(about it)"
 
 
-def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
+def _branches(path: PathIn, items: Sequence[str]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for item in items:
         # A damaged step takes space too.
@@ -140,12 +143,11 @@ def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _files(top: str) -> list[_File]:
-    storage, where = locate(top)
+def _files(storage: Storage, top: str) -> list[_File]:
     if storage.scheme != "file":
         return [
             _File(path=name, inode=(f"{top}/{name}", 0), size_bytes=entry.size, is_shared=False)
-            for name, entry in storage.files(where).items()
+            for name, entry in storage.files(top).items()
         ]
     if not os.path.isdir(top):
         return [_file(top, os.path.basename(top))]

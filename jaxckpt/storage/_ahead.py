@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
+from jaxckpt.storage._local import files_in
 from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 
 # Read with the listing, since every restore needs them.
@@ -42,30 +43,41 @@ def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return all_of(outer_callers(), calls)
 
 
-def ahead(storage: Storage, path: str, *, reads: bool = True) -> Storage:
-    """Returns a view of a checkpoint in a store, or else the storage. `reads` its metadata, too."""
-    return _ahead(storage, path, reads) if storage.parallel_writes else storage
-
-
-def _ahead(storage: Storage, path: str, reads: bool) -> Storage:
-    if isinstance(storage, Ahead) and storage.has(path):
+def ahead(storage: Storage, path: str) -> Storage:
+    """Returns a view of a checkpoint in a store, with its metadata; or else the storage."""
+    if not storage.parallel_writes or (isinstance(storage, Ahead) and storage.has(path)):
         return storage
     found = storage.files(path, in_one=True)
     if names.CHECKPOINT_METADATA not in found:
         return storage
-    return _view(storage, path, found, [name for name in found if reads and _is_first(name)])
+    return _view(storage, path, found, [name for name in found if _is_first(name)])
 
 
-def listed(storage: Storage, root: str, first: Collection[str]) -> Storage:
-    """Returns a view of all checkpoints of a run; it lists directories when they are asked for.
+def listed(
+    storage: Storage, root: str, first: Collection[str] = (), *, in_one: bool = False
+) -> Storage | None:
+    """Returns a view of all checkpoints of a run, or None if there is nothing.
+
+    On a file system, it lists directories when they are asked for.
 
     Args:
-        first: The names of small files to read, wherever they are.
+        first: The names of small files to read, wherever they are. In a step with a record, only
+            the record, which repeats the others.
+        in_one: Whether to return None, too, if a store does not list the run in one request.
     """
+    if isinstance(storage, Ahead) and storage.has(root):
+        return storage
     if storage.atomic_rename:
         return Ahead(storage, root, None, {})
-    found = storage.files(root)
-    return _view(storage, root, found, [f for f in found if posixpath.basename(f) in first])
+    found = storage.files(root, in_one=in_one)
+    recorded = {name.removesuffix(names.RECORD) for name in found if name.endswith(names.RECORD)}
+    wanted = [
+        name
+        for name in found
+        if posixpath.basename(name) in first
+        and (name.endswith(names.RECORD) or f"{name.partition('/')[0]}/" not in recorded)
+    ]
+    return _view(storage, root, found, wanted) if found else None
 
 
 def _view(storage: Storage, root: str, found: Mapping[str, Entry], first: Sequence[str]) -> Storage:
@@ -110,7 +122,7 @@ class Ahead:
         self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
         self.parallel_writes, self.reads_at_once = inner.parallel_writes, inner.reads_at_once
         # The store itself does all else.
-        self.read_into, self.size, self.files = inner.read_into, inner.size, inner.files
+        self.read_into, self.size = inner.read_into, inner.size
         self.write, self.create, self.hold = inner.write, inner.create, inner.hold
         self.make_dir, self.sync = inner.make_dir, inner.sync
         self.rename, self.exchange = inner.rename, inner.exchange
@@ -155,6 +167,11 @@ class Ahead:
             self._folders[path] = found
         return found
 
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
+        if self._is_all and self.has(path):
+            return files_in(lambda folder: self._folders.get(folder, {}), path)
+        return self.inner.files(path, in_one=in_one)
+
     def has(self, path: str) -> bool:
         """Returns whether a checkpoint is in this view."""
-        return path.startswith(f"{self._root}/")
+        return f"{path}/".startswith(f"{self._root}/")
