@@ -487,7 +487,11 @@ class Opening:
             earlier = _open.get(self._key)
             _open[self._key] = self
         if earlier is not None:
-            earlier.end("another manager of this process has opened the run. Use that one")
+            try:
+                earlier.end("another manager of this process has opened the run. Use that one")
+            except BaseException as error:
+                if isinstance(error, Exception | KeyboardInterrupt):
+                    raise  # else its storage only simulates a process, which is dead
         index, root = self._index, self._index.root
         group, where = self._group, self._group.common(root)
         name = f"manager {where}/open"

@@ -326,8 +326,8 @@ ROWS = {
         count=109,
     ),
     "56": Row(
-        title="kill -9 before every file change of a save, or with its writes torn: the ledger has "
-        "every earlier start, and shows that this one was killed",
+        title="kill -9 before every file change of a save, with its writes torn, or at each "
+        "request: the ledger has every earlier start, and shows that this one was killed",
         count=200,
     ),
 }
