@@ -481,10 +481,9 @@ class Saver:
         assert step is not None
         self.timings.append(timing)
         self.position.floor = step
-        self.due.record(save_s=timing.seconds)
         self.ledger.add(saves=1, saving_s=timing.seconds)
         self.ledger.note(saved=step)
-        self.due.record(mtbf_s=learned_mtbf_s(self.ledger.starts))
+        self.due.record(save_s=timing.seconds, mtbf_s=learned_mtbf_s(self.ledger.starts))
         where, timeout_s = self._index.root, self._options.timeout_s
         if request.replicas is not None:
             self.comparisons.end(step, request.replicas)
