@@ -5,6 +5,7 @@ Rules, which are pure:
     schedule     when to save
     retention    what to keep, and why
     copies       which copy to read and what to upload, if a run has two tiers
+    goodput      how much of a run's time has trained, and what would raise that
 
 One directory of steps:
 
@@ -12,6 +13,7 @@ One directory of steps:
     root         the directory as a manager opens it, and what goes after a commit
     identity     the id of a run
     owner        which job may write, and which manager of a process
+    ledger       the starts of the run, and what became of each
     deletion     what goes, what is set aside, what is pinned
     leases       how readers keep a step
     items        the items of a step beside its state

@@ -14,7 +14,7 @@ from typing import Any, Final
 from jaxckpt._core.check import check_count, check_names, check_positive, check_type, explained
 from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.schedule import SavePolicy
+from jaxckpt._run.schedule import LEARNED, SavePolicy
 from jaxckpt.format import names
 from jaxckpt.multihost import Processes, check_alike
 
@@ -146,7 +146,7 @@ def with_units(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(arguments)
     for name, text in arguments.items():
-        if isinstance(text, str) and has_unit(name):
+        if isinstance(text, str) and has_unit(name) and text != LEARNED:
             try:
                 found[name] = size_of(text) if "_bytes" in name else seconds_of(text)
             except ValueError as error:

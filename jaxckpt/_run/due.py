@@ -82,8 +82,12 @@ class DueSteps:
 
     def move_on(
         self, step: int, entered_s: float, agreed: Costs | None, *, is_durable: bool
-    ) -> None:
-        """Goes on after a step, alike in all processes; `save` was called at `entered_s`."""
+    ) -> float:
+        """Goes on after a step, alike in all processes; `save` was called at `entered_s`.
+
+        Returns:
+            How long the save blocked the caller.
+        """
         now_s = time.monotonic()
         blocked_s = now_s - entered_s
         with self._lock:
@@ -97,3 +101,4 @@ class DueSteps:
             self._explained = True
             if self.processes.index == 0:
                 _logger.info("%s", text)
+        return blocked_s

@@ -6,6 +6,7 @@
     <root>/<KeepPolicy.move_to>              steps that were moved instead of deleted
     <root>/_jaxckpt.run                      see `identity`
     <root>/_jaxckpt.owner, .lock             see `owner`
+    <root>/_jaxckpt.ledger                   see `ledger`
     <root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
 
 Every answer takes one listing of the root and the directories of as few steps as possible. Reads
@@ -60,6 +61,7 @@ _CHECKPOINT_FILES: Final = frozenset(
 )
 _ROOT_FILES: Final = frozenset(
     {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
+    | {names.LEDGER}
 )
 
 STRAY: Final = "not part of the run; left alone"

@@ -35,6 +35,7 @@ from jaxckpt._run.config import (
 )
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._run.ledger import failure
 from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import (
     ItemsReading,
@@ -371,6 +372,8 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, Exception):
+            self._saver.ledger.note(end=failure(error))
         try:
             self.close()
         except Exception as failed:
@@ -439,7 +442,9 @@ class CheckpointManager:
         self._saver.comparisons.ask()
         if isinstance(reading, StateReading):
             self._saver.timings.append(reading.meter.timing())
-            self._saver.due.record(restore_s=time.monotonic() - start_s)
+            restore_s = time.monotonic() - start_s
+            self._saver.due.record(restore_s=restore_s)
+            self._saver.ledger.restored(self.restored_step, restore_s)
         if self.mode == "w" and self.restored_step != first:
             newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)

@@ -26,10 +26,12 @@ from jaxckpt._run.index import (
     saved_s,
     shown,
 )
+from jaxckpt._run.ledger import read_ledger
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
+from jaxckpt.format.ledger import Start
 from jaxckpt.format.run import guess_names, is_like_step
 from jaxckpt.storage import PathIn, Storage, files_in, listed, locate, now
 from jaxckpt.types import StepInfo
@@ -73,6 +75,7 @@ class RunOverview:
     steps: tuple[StepOverview, ...]  # in order, including incomplete steps
     strays: tuple[str, ...]  # descriptions of saves under way, steps set aside and other files
     keep: KeepPolicy | None = None  # of the last writer, without `when`; None if unknown
+    starts: tuple[Start, ...] = ()  # of jobs, in order
 
 
 def overview(root: str | os.PathLike[str]) -> RunOverview:
@@ -100,10 +103,15 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
             index, listing, steps = _look_around(storage, where)
     seen = {step.name for step in steps}
     keep = policy_of(index)
+    starts = read_ledger(index) if names.LEDGER in listing.entries else []
     described = listing.strays(besides=[keep and keep.move_to])
     strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
     return RunOverview(
-        path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep
+        path=index.root,
+        steps=tuple(steps),
+        strays=(*strays, *index.problems),
+        keep=keep,
+        starts=tuple(starts),
     )
 
 

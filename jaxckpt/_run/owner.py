@@ -29,6 +29,7 @@ from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.identity import check_id
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.job import is_under_way
 from jaxckpt._save.worker import SaveQueue
@@ -67,12 +68,18 @@ class Ownership:
     """The right of this process to write to a run."""
 
     def __init__(
-        self, index: StepIndex, leases: Leases, *, keep: Mapping[str, Any] | None = None
+        self,
+        index: StepIndex,
+        leases: Leases,
+        *,
+        keep: Mapping[str, Any] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """Takes nothing yet.
 
         Args:
             keep: The fields of the policy, to show to people. If None, keeps the last owner's.
+            ledger: Where the start of this job is recorded, if anywhere.
         """
         self.token = ""  # unique to this opening; "" until this process owns the run
         self.is_guest = False  # whether another job was running when we opened the run
@@ -83,6 +90,7 @@ class Ownership:
         self._index = index
         self._leases = leases
         self._keep = keep
+        self._ledger = ledger
         self._hold: Hold | None = None
         self._closed = False
         # Files that earlier jobs left in steps, by step. Empty where steps appear by a rename.
@@ -115,7 +123,7 @@ class Ownership:
             )
             *_, before = together(storage, [identify, self._lock, look])
             if self._hold is not None:
-                return self.take_over(before, entries)
+                return self.take_over(before, entries or {})
         except IsADirectoryError as error:
             raise IsADirectoryError(
                 f"{error.filename} is a directory, but jaxckpt needs the name for a file; remove "
@@ -160,14 +168,16 @@ class Ownership:
             known: An earlier listing of the root.
         """
         self.token = secrets.token_hex(8)
+        read = [] if self._ledger is None else [partial(self._ledger.read, known)]
         try:
-            self._write(before)
+            together(self._index.storage, [partial(self._write, before), *read])
         except BaseException:
             self.token = ""
             raise
         self._index.owned, self.is_guest = True, False
         # List only now: until it lost the run, an earlier job could begin a save or a deletion.
-        listing = self._index.listing(known)
+        write = [] if self._ledger is None else [partial(self._ledger.begin, self.token, self.owns)]
+        listing, *_ = together(self._index.storage, [partial(self._index.listing, known), *write])
         doomed = self._leases.doomed() if names.DOOMED in listing.entries else Doomed()
         self._left = self._find_left(listing, doomed)
         left = [entry for entry in listing.entries if self._is_left(entry)]
@@ -254,6 +264,11 @@ class Ownership:
             f"{owner.host}) at {when}, so this job can no longer save there. Only one job "
             "may write to a run; to only read it, open it with mode='r'."
         )
+
+    def owns(self) -> bool:
+        """Returns whether the owner's file names this job."""
+        owner = read_owner(self._index)
+        return owner is not None and owner.token == self.token
 
     def join(self, step: int | None = None) -> None:
         """Takes the run over from a job that was running when our job opened the run.
@@ -472,7 +487,11 @@ class Opening:
             earlier = _open.get(self._key)
             _open[self._key] = self
         if earlier is not None:
-            earlier.end("another manager of this process has opened the run. Use that one")
+            try:
+                earlier.end("another manager of this process has opened the run. Use that one")
+            except BaseException as error:
+                if isinstance(error, Exception | KeyboardInterrupt):
+                    raise  # else its storage only simulates a process, which is dead
         index, root = self._index, self._index.root
         group, where = self._group, self._group.common(root)
         name = f"manager {where}/open"

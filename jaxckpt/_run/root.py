@@ -14,6 +14,7 @@ from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.local import Local
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.reach import AWAY_S, Reach
@@ -45,6 +46,7 @@ class Root:
     leases: Leases
     deletion: Deletion
     owner: Ownership
+    ledger: Ledger  # of the run; nothing is written for a local root
     opening: Opening
     reach: Reach
     keep: KeepPolicy
@@ -66,7 +68,8 @@ class Root:
         storage, root = locate(directory)
         index = StepIndex(storage, root, naming=naming)
         leases = Leases(index)
-        owner = Ownership(index, leases, keep=keep.fields())
+        ledger, keeps = Ledger(index), tier == DURABLE
+        owner = Ownership(index, leases, keep=keep.fields(), ledger=ledger if keeps else None)
         deletion = Deletion(index, leases, owner, move_to=keep.move_to)
         return cls(
             tier=tier,
@@ -74,6 +77,7 @@ class Root:
             leases=leases,
             deletion=deletion,
             owner=owner,
+            ledger=ledger,
             opening=Opening(owner, deletion, group),
             reach=Reach(root, partial(heard_s, storage), away_s=AWAY_S),
             keep=keep,

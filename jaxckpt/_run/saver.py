@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, final
@@ -20,6 +20,7 @@ from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.comparisons import Comparisons
 from jaxckpt._run.due import DueSteps
+from jaxckpt._run.goodput import learned_mtbf_s
 from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption
@@ -34,6 +35,7 @@ from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
 from jaxckpt._save.worker import Worker
 from jaxckpt.format import names
+from jaxckpt.format.ledger import PREEMPTED
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
@@ -115,10 +117,12 @@ class Saver:
             name=f"jaxckpt-manager {self._index.root}",
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
-            idle=self.incremental.read_back,
+            idle=self._idle,
             hurry=self._pace.lift,
             last=self._closing.close,
         )
+        self.ledger = roots[-1].ledger
+        self._closing.callback(self._in_ledger, self.ledger.close)
         self._closing.callback(self.incremental.end)
         saves, settled = [self.worker], None
         if tiers is not None:
@@ -128,6 +132,8 @@ class Saver:
             if options.writes
             else look_at(roots)
         )
+        if opened.newest is None:
+            self.ledger.note(began=0)
         if tiers is not None and opened.local_only is not None:
             tiers.uploader.resume(opened.local_only)
         self.session = opened.session
@@ -175,6 +181,7 @@ class Saver:
         """Returns whether a step is saved: for preemption, by force or by a rule."""
         if not 0 <= step <= MAX_STEP:
             raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
+        self.ledger.saw(step)
         self.decision, self._is_durable = self._decide(step, force)
         return self.decision
 
@@ -236,6 +243,7 @@ class Saver:
             raise_first(self.take_errors())
             return None
         if is_last := decision.reason == _PREEMPTION:
+            self.ledger.note(end=PREEMPTED)
             self._pace.lift()  # nothing trains beside this save, nor beside the one before
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
@@ -246,7 +254,8 @@ class Saver:
         given = Given(step, state, items, metrics, dtype, custom_metadata)
         meter.watch(display(self._options.on_progress, self._processes.index))
         problem = self._problem_of(partial(self._check_and_take, given, meter, errors), meter)
-        self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
+        blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
+        self.ledger.add(blocked_s=blocked_s)
         root, upload = self._root, None
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, given, name)
@@ -439,6 +448,19 @@ class Saver:
 
     # --- in the thread ---------------------------------------------------------------------------
 
+    def _idle(self) -> None:
+        """Reads back what the next step may share, then brings the ledger up to date."""
+        self.incremental.read_back()
+        self._in_ledger(self.ledger.write)
+
+    def _in_ledger(self, write: Callable[[], None]) -> None:
+        """Writes the ledger, unless the directory behind a local tier does not answer."""
+        if self._tiers is None:
+            write()
+        else:
+            with suppress(OSError):
+                self._roots[-1].reach.ask(write)
+
     def _finish_step(self, saving: SavingStep) -> None:
         """Saves a step, and does what follows its commit."""
         handle, root = saving.handle, saving.root
@@ -459,7 +481,9 @@ class Saver:
         assert step is not None
         self.timings.append(timing)
         self.position.floor = step
-        self.due.record(save_s=timing.seconds)
+        self.ledger.add(saves=1, saving_s=timing.seconds)
+        self.ledger.note(saved=step)
+        self.due.record(save_s=timing.seconds, mtbf_s=learned_mtbf_s(self.ledger.starts))
         where, timeout_s = self._index.root, self._options.timeout_s
         if request.replicas is not None:
             self.comparisons.end(step, request.replicas)

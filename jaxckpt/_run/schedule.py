@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from jaxckpt._core.check import (
     calling,
@@ -30,6 +30,8 @@ from jaxckpt._core.select import Globs
 from jaxckpt.types import Decision
 
 FIRST_GUESS: Final = 8
+LEARNED: Final = "learned"
+PRIOR_MTBF_S: Final = 24 * 3600.0  # of a job whose ledger does not show enough failures
 _SAVE: Final = "SavePolicy"
 
 
@@ -47,8 +49,8 @@ class SavePolicy:
             without other fields, every call saves.
         continuous: Saves whenever the previous save has ended.
         when: A function of the step that must return the same in every process.
-        job_mtbf_s: Mean time between failures of the whole job. Saves at the interval that loses
-            the least time, see `auto`.
+        job_mtbf_s: Mean time between failures of the whole job, or "learned". Saves at the interval
+            that loses the least time, see `auto`.
         check_replicas: At the first save, the first after a restore, and each so manieth after
             these, checks that the replicas of each shard have the same bits, on all devices of all
             processes. If they differ, a device computes wrongly: the step is marked, see
@@ -72,7 +74,7 @@ class SavePolicy:
     on_preemption: bool = True
     continuous: bool | None = None
     when: Callable[[int], Any] | None = None
-    job_mtbf_s: float | None = None
+    job_mtbf_s: float | Literal["learned"] | None = None
     check_replicas: int = 20
     may_differ: Globs = None
     max_write_bytes_per_s: float | None = None
@@ -80,7 +82,8 @@ class SavePolicy:
     def __post_init__(self) -> None:
         check_count(_SAVE, least=0, every_steps=self.every_steps)
         check_positive(_SAVE, or_zero=True, every_seconds=self.every_seconds)
-        check_positive(_SAVE, job_mtbf_s=self.job_mtbf_s)
+        if self.job_mtbf_s != LEARNED:
+            check_positive(_SAVE, job_mtbf_s=self.job_mtbf_s)
         check_positive(_SAVE, max_write_bytes_per_s=self.max_write_bytes_per_s)
         check_flag(
             _SAVE, first=self.first, on_preemption=self.on_preemption, continuous=self.continuous
@@ -95,7 +98,9 @@ class SavePolicy:
         check_count(_SAVE, least=0, check_replicas=self.check_replicas)
 
     @classmethod
-    def auto(cls, *, mtbf_hours: float, processes: int = 1, **rules: Any) -> SavePolicy:
+    def auto(
+        cls, *, mtbf_hours: float | None = None, processes: int | None = None, **rules: Any
+    ) -> SavePolicy:
         """Returns a policy with the save interval that loses the least time to failures.
 
         The interval is sqrt(2 · cost · (MTBF + restart)), by Young (1974) and Daly (2006), but not
@@ -103,24 +108,23 @@ class SavePolicy:
         and `restart`, the time of a restore; MTBF is the job's. The log states the interval once.
 
         Args:
-            mtbf_hours: Mean time between failures of one process (its host), in hours.
-            processes: Number of processes. The job fails with any of them: within a second with
-                probability 1-(1-p)^processes, where p is the probability for one process.
+            mtbf_hours: Mean time between failures of one process (its host), in hours. If None, the
+                job's is learned from the ledger of the run: 24 hours until that has three failures,
+                then the time that the job ran divided by their number.
+            processes: Number of processes, by default 1; only with `mtbf_hours`. The job fails with
+                any of them: within a second with probability 1-(1-p)^processes, where p is the
+                probability for one process.
             rules: Further fields of the policy.
 
         Example:
             >>> round(SavePolicy.auto(mtbf_hours=1_000, processes=500).job_mtbf_s / 60)
             120
         """
-        for name, value, kind in (("mtbf_hours", mtbf_hours, float), ("processes", processes, int)):
-            if isinstance(value, bool) or not isinstance(value, (kind, int)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 < mtbf_hours < math.inf or processes < 1:
-            raise ValueError("mtbf_hours must be positive and finite, and processes at least 1")
-        each = min(1.0, 1 / (mtbf_hours * 3600))
-        # 1-(1-p)^N, without losing a small p to rounding.
-        job = -math.expm1(processes * math.log1p(-each)) if each < 1 else 1.0
-        return cls(job_mtbf_s=1 / job, **rules)
+        if mtbf_hours is None and processes is None:
+            return cls(job_mtbf_s=LEARNED, **rules)
+        return cls(
+            job_mtbf_s=job_mtbf_s(mtbf_hours, 1 if processes is None else processes), **rules
+        )
 
     @property
     def is_by_clock(self) -> bool:
@@ -147,6 +151,20 @@ class SavePolicy:
         return None
 
 
+def job_mtbf_s(mtbf_hours: float | None, processes: int) -> float:
+    """Returns the MTBF of a job, in seconds, from that of a process; see `SavePolicy.auto`."""
+    for name, value, kind in (("mtbf_hours", mtbf_hours, float), ("processes", processes, int)):
+        if isinstance(value, bool) or not isinstance(value, (kind, int)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    assert mtbf_hours is not None  # it is a number
+    if not 0 < mtbf_hours < math.inf or processes < 1:
+        raise ValueError("mtbf_hours must be positive and finite, and processes at least 1")
+    each = min(1.0, 1 / (mtbf_hours * 3600))
+    # 1-(1-p)^N, without losing a small p to rounding.
+    job = -math.expm1(processes * math.log1p(-each)) if each < 1 else 1.0
+    return 1 / job
+
+
 SavePolicy.__init__ = explained("SavePolicy")(SavePolicy.__init__)
 
 
@@ -158,6 +176,13 @@ class Costs:
     blocked_s: float | None = None  # how long a save blocked the caller
     save_s: float | None = None  # from the call of a save to its commit
     restore_s: float | None = None
+    mtbf_s: float | None = None  # of the job, as its ledger shows
+
+    def mtbf_of(self, policy: SavePolicy) -> float | None:
+        """Returns the MTBF by which a policy saves, if it saves by one."""
+        if policy.job_mtbf_s == LEARNED:
+            return self.mtbf_s or PRIOR_MTBF_S
+        return policy.job_mtbf_s
 
     def interval_s(self, policy: SavePolicy) -> float:
         """Returns the interval between saves by the rules on the clock, or inf."""
@@ -166,10 +191,8 @@ class Costs:
             intervals.append(policy.every_seconds)
         if policy.continuous:
             intervals.append(self.save_s or 0.0)
-        if policy.job_mtbf_s is not None:
-            best = math.sqrt(
-                2 * (self.blocked_s or 0.0) * (policy.job_mtbf_s + (self.restore_s or 0.0))
-            )
+        if (mtbf_s := self.mtbf_of(policy)) is not None:
+            best = math.sqrt(2 * (self.blocked_s or 0.0) * (mtbf_s + (self.restore_s or 0.0)))
             intervals.append(max(best, self.save_s or 0.0))
         return min(intervals)
 
@@ -293,8 +316,8 @@ class Schedule:
 
     def explanation(self) -> str | None:
         """Describes the interval of `SavePolicy.auto`; None until it is measured."""
-        mtbf_s, costs = self.policy.job_mtbf_s, self.agreed if self.processes > 1 else self.costs
-        if mtbf_s is None or costs is None or costs.save_s is None:
+        costs = self.agreed if self.processes > 1 else self.costs
+        if costs is None or costs.save_s is None or (mtbf_s := costs.mtbf_of(self.policy)) is None:
             return None
         return (
             f"saving every {costs.interval_s(self.policy):.0f} s: sqrt(2 * cost * (MTBF + restart))"

@@ -3,7 +3,8 @@
     normal    the thread of a worker ends after the last save, once `idle` has returned; the next
               save starts another thread
     error     it ends no other save; each thread that asks raises it once, see `Failure`
-    exit      the program waits for its saves, within the limit of each worker, before functions of
+    exit      the program waits for its saves, within the limit of each worker, and does what
+              follows the last save of a worker that was not stopped, before functions of
               `atexit` such as JAX's; reports on stderr which failed or did not end; and, if some
               did not, leaves at once after the functions of `atexit`, as a thread that returns to
               an interpreter being finalized can abort the process
@@ -20,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, final
@@ -99,6 +101,9 @@ class Worker(Generic[S]):
     _idling: int = 0  # threads that call `idle`, or are about to
     _thread: threading.Thread | None = None  # the latest that saved
     _is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        _workers.add(self)
 
     def put(self, handle: S, do: Callable[[], object]) -> None:
         """Adds a save, or none if interrupted. If `do` raises, that is the failure of the save."""
@@ -193,6 +198,12 @@ class Worker(Generic[S]):
         if not self._failures:
             forget(self)
 
+    def leave(self) -> None:
+        """Does what follows the last save as the program ends, unless that was done."""
+        if not (self._is_stopped or self._saves):
+            with contextlib.suppress(Exception):  # nobody is left to hear of it
+                self.last()
+
     def _work(self) -> None:
         self._thread = caller = threading.current_thread()
         handle = self._next()
@@ -253,9 +264,11 @@ class SaveQueue(Protocol):
     def stop(self) -> None: ...
 
 
+_workers: weakref.WeakSet[Worker[Any]] = weakref.WeakSet()
 _known: set[SaveQueue] = set()
 _is_ending = False
 os.register_at_fork(after_in_child=_known.clear)  # a forked child lacks the threads
+os.register_at_fork(after_in_child=_workers.clear)
 
 
 def start(saves: SaveQueue, work: Callable[[], None], name: str) -> None:
@@ -285,6 +298,8 @@ def _end() -> None:
     late: list[SaveQueue] = []
     for _ in range(2):  # the end of a save may be the beginning of an upload
         late += [one for one in list(_known) if one not in late and not _has_ended(one)]
+    for worker in [*_workers]:
+        worker.leave()
     if late:
         atexit.register(_leave)
 

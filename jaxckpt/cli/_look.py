@@ -34,8 +34,10 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     """List the steps of a run: state, age, size, metrics.
 
     PATH is the run's root, or one step, whose items are listed too. A step is complete if it is
-    committed and every file has its size.
+    committed and every file has its size. Below, how much of its time the run has trained, and what
+    would raise that.
     """
+    from jaxckpt._run.goodput import account, described
     from jaxckpt._run.overview import RunOverview, overview, step_overview, with_local
     from jaxckpt.cli._owned import existing_run
 
@@ -68,6 +70,8 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
         + f", {size_text(sum(step.size_bytes for step in found.steps))}"
         + (f"; newest complete step: {whole[-1]}" if whole else "")
     )
+    for text in described(account(found.starts)):
+        _output.echo(text)
     for stray in found.strays[:_MAX_STRAYS]:
         _output.echo(f"also there: {stray}")
     if len(found.strays) > _MAX_STRAYS:
@@ -126,7 +130,15 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
         | {"whole": step.problem is None}
         for step in found.steps
     ]
-    return {"path": found.path, "steps": steps, "strays": found.strays}
+    facts = {"path": found.path, "steps": steps, "strays": found.strays}
+    return facts | ({"goodput": _goodput_facts(found)} if found.starts else {})
+
+
+def _goodput_facts(found: RunOverview) -> dict[str, Any]:
+    from jaxckpt._run.goodput import account
+
+    facts = dataclasses.asdict(account(found.starts))
+    return {name: value for name, value in facts.items() if name not in ("ends", "costs")}
 
 
 # --- show -----------------------------------------------------------------------------------
@@ -381,7 +393,7 @@ def _part_rows(part: Usage | Space) -> list[Row]:
 @click.option("--plan", type=_options.PATH, help="Draw this plan, of `jaxckpt plan --json`.")
 @_options.as_json
 def report(root: str, output: str, local: str | None, plan: str | None, as_json: bool) -> None:
-    """Write an HTML page about a run: steps, metrics, times, newest tree."""
+    """Write an HTML page about a run: steps, metrics, goodput, newest tree."""
     from jaxckpt.cli._owned import existing_run
     from jaxckpt.pages.report import report as write_report
 

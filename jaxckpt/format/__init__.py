@@ -11,6 +11,7 @@ raise `CorruptCheckpoint` for a malformed file and `UnsupportedFormat` for one o
     ocdbt        the database of the chunks, encoded and decoded
     step         `_CHECKPOINT_METADATA`, and our own record of a checkpoint's files
     run          the small files in the root of a run
+    ledger       the starts of a run, one line each
     msgpack      the format of Orbax before 0.5.16 and of `flax.training.checkpoints`
     safetensors  safetensors headers and indexes
     typed_json   Python values as JSON, for data iterator states

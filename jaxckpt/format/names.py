@@ -37,6 +37,7 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
     <local>/run-<token>/          ours: the steps of a run, if <local> has steps of another run
     <run>/_jaxckpt.lock           ours: locked while that job lives
     <run>/_jaxckpt.doomed         ours: the steps that are being deleted
+    <run>/_jaxckpt.ledger         ours: the starts of the run, and how each went
     <run>/_jaxckpt.lease-<token>  ours: a reader is reading a step, which must stay
 """
 
@@ -79,6 +80,7 @@ OWNER: Final = "_jaxckpt.owner"
 LOCK: Final = "_jaxckpt.lock"
 DOOMED: Final = "_jaxckpt.doomed"
 DISK: Final = "_jaxckpt.disk"
+LEDGER: Final = "_jaxckpt.ledger"
 # Orbax keeps the custom metadata of a whole run in this directory, in this file.
 ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"

@@ -171,7 +171,8 @@ def _remove_files(index: StepIndex) -> None:
     lock = f"{index.root}/{names.LOCK}"
     if index.storage.kind(lock) is not None and (hold := index.storage.hold(lock)) is not None:
         # The records of the steps have the id of the run too.
-        index.storage.delete_files([f"{index.root}/{n}" for n in (names.RUN, names.OWNER)] + [lock])
+        files = (names.RUN, names.OWNER, names.LEDGER)
+        index.storage.delete_files([f"{index.root}/{name}" for name in files] + [lock])
         hold.release()
 
 

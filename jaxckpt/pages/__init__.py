@@ -4,6 +4,7 @@ report     a run as one HTML page
 notebook   a checkpoint and a manager as HTML, for `_repr_html_`
 plots      matplotlib: a metric over steps, times by phase, a sharding
 _plan      the goodput of a plan
+_starts    the goodput of a run
 _steps     the steps of a run as a table and marks
 _html      text, styles and tables
 _svg       charts and shardings

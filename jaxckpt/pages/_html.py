@@ -131,19 +131,6 @@ def moment(seconds: float | None) -> str:
         return ""
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration in the unit that suits it.
-
-    Example:
-        >>> duration(0.25), duration(90), duration(90_000)
-        ('0.25 s', '1.5 min', '25 h')
-    """
-    for unit, length_s in (("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def count(number: int, word: str) -> str:
     """Formats a count with its noun.
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from jaxckpt._core.text import size_text
+from jaxckpt._core.text import duration, size_text
 from jaxckpt.pages import _svg
-from jaxckpt.pages._html import duration, escape
+from jaxckpt.pages._html import escape
 from jaxckpt.pages._svg import Mark
 
 _MOST_BYTES: Final = 1 << 30

@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Final
 
-from jaxckpt._core.text import size_text
+from jaxckpt._core.text import duration, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import RunOverview, StepOverview, overview, with_local
 from jaxckpt._run.retention import KeepPolicy
@@ -25,8 +25,9 @@ from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.pages import _palette, _steps, _svg
-from jaxckpt.pages._html import STYLE, count, duration, escape, moment
+from jaxckpt.pages._html import STYLE, count, escape, moment
 from jaxckpt.pages._plan import plan_html
+from jaxckpt.pages._starts import starts_html
 from jaxckpt.pages._svg import Bar
 from jaxckpt.pages.notebook import is_scalar, json_html, listing, tree_head, tree_html
 from jaxckpt.types import LeafStatistics
@@ -151,6 +152,7 @@ def _page(
         ("Steps", _steps.line(told) + _steps.table(told)),
         ("Metrics", _metrics(told, keep)),
         ("Time and size of each save" if has_times else "Size of each step", _costs(run.steps)),
+        ("Training time kept", starts_html(run.starts)),
         ("Plan", planned),
         ("Contents of the newest step", tree),
         ("Problems", _problems(run.steps, broken)),

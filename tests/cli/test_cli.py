@@ -85,7 +85,8 @@ def test_ls_as_json_has_all_facts(root):
     code, found = said_json("ls", root)
 
     assert code == 0
-    assert set(found) == {"path", "steps", "strays"}
+    assert set(found) == {"path", "steps", "strays", "goodput"}
+    assert [part["end"] for part in found["goodput"]["parts"]] == ["closed"]
     assert [step["step"] for step in found["steps"]] == [100, 200, 300]
     assert [step["pinned"] for step in found["steps"]] == [False, True, False]
     assert found["steps"][0]["metrics"] == {"loss": 0.3}

@@ -134,7 +134,13 @@ def keep_training(root, acks_early=False):
             under_way = saving
             if first:
                 manager.wait_until_finished()
-                known = {*map(str, manager.all_steps()), names.RUN, names.OWNER, names.LOCK}
+                known = {
+                    *map(str, manager.all_steps()),
+                    names.RUN,
+                    names.OWNER,
+                    names.LOCK,
+                    names.LEDGER,
+                }
                 say(kept=manager.all_steps(), left=sorted(set(os.listdir(root)) - known))
                 first = False
 
@@ -346,6 +352,7 @@ def check_managed(root):
 
     before = sorted(os.listdir(root)) if os.path.isdir(root) else []
     with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        starts = manager._directory.ledger.starts
         steps = manager.all_steps()
         pinned = [step for step in steps if names.PINNED in os.listdir(f"{root}/{step}")]
         seeds = [found(f"{root}/{step}") for step in steps if step != damaged_step(root, steps)]
@@ -356,7 +363,9 @@ def check_managed(root):
         assert found(f"{root}/{new}") == new
         assert all(jaxckpt.verify(f"{root}/{step}").ok for step in manager.all_steps())
         after = manager.all_steps()
-    left = sorted(set(os.listdir(root)) - {*map(str, after), names.RUN, names.OWNER, names.LOCK})
+    left = sorted(
+        set(os.listdir(root)) - {*map(str, after), names.RUN, names.OWNER, names.LOCK, names.LEDGER}
+    )
     say(
         before=before,
         steps=steps,
@@ -365,6 +374,8 @@ def check_managed(root):
         pinned=pinned,
         after=after,
         left=left,
+        ends=[start.end for start in starts],
+        saved=[start.saved for start in starts],
     )
 
 

@@ -109,6 +109,7 @@ def go_on(root, wanted):
         names.RUN,
         names.LOCK,
         names.OWNER,
+        names.LEDGER,
     }
     say(steps=steps, newest=newest, problems=problems, left=sorted(left))
 

@@ -198,7 +198,9 @@ def save_next_step(manager):
     held = leased(manager.directory, leases)  # by what could not be deleted, until it expires
     kept = sorted({*[*steps, new][-KEPT:], *(step for step in steps if str(step) in held)})
     assert manager.all_steps() == committed(manager.directory) == kept
-    left = entries - leases - set(map(str, kept)) - {names.RUN, names.OWNER, names.LOCK}
+    left = (
+        entries - leases - set(map(str, kept)) - {names.RUN, names.OWNER, names.LOCK, names.LEDGER}
+    )
     assert not left, f"left over: {left}"
 
 

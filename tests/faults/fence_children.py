@@ -94,7 +94,14 @@ def look(root):
     assert [found(f"{root}/{step}") for step in steps] == steps
     say(steps=steps)
     take_over(root, {"last": 20}, 1)
-    ours = {*map(str, [*steps, steps[-1] + 1]), names.RUN, names.OWNER, names.LOCK, "old"}
+    ours = {
+        *map(str, [*steps, steps[-1] + 1]),
+        names.RUN,
+        names.OWNER,
+        names.LOCK,
+        names.LEDGER,
+        "old",
+    }
     say(left=sorted(set(os.listdir(root)) - ours))
 
 

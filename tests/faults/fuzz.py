@@ -22,6 +22,7 @@ with atheris.instrument_imports(include=["jaxckpt.format"]):
     from jaxckpt.format import (
         arrays,
         jsontext,
+        ledger,
         msgpack,
         ocdbt,
         run,
@@ -45,6 +46,7 @@ PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
     ("_jaxckpt.owner", lambda data: run.decode_owner(data, file=FILE)),
     ("_jaxckpt.doomed", lambda data: run.decode_doomed(data, file=FILE)),
     ("_jaxckpt.lease", lambda data: run.decode_lease(data, file=FILE)),
+    ("_jaxckpt.ledger", ledger.decode_ledger),
     ("zarr.json", lambda data: described(data, 3)),
     (".zarray", lambda data: described(data, 2)),
     ("msgpack", lambda data: msgpack.decode(data, file=FILE)),

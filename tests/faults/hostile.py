@@ -320,6 +320,7 @@ _PLACES = (
     "_jaxckpt.run",
     "_jaxckpt.owner",
     "_jaxckpt.lock",
+    "_jaxckpt.ledger",
     "_jaxckpt.doomed",
     f"_jaxckpt.lease-{TOKEN}",
     f"6.orbax-checkpoint-tmp-jaxckpt-{TOKEN}",

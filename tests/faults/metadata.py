@@ -426,7 +426,7 @@ def _change_array(database, dice):
 def in_root(root, work, seed, count):
     """Changes the small files of a run's root: a manager that writes must continue or say why."""
     import jaxckpt
-    from jaxckpt.format import names, run
+    from jaxckpt.format import ledger, names, run
 
     dice = random.Random(seed)
     wanted = bits(_everything(root))
@@ -437,6 +437,7 @@ def in_root(root, work, seed, count):
         names.OWNER: run.encode_owner(owner),
         names.DOOMED: run.encode_doomed(run.Doomed(steps=["4", "9"], owner="a", move_to="b")),
         names.lease("0" * 16): run.encode_lease(lease),
+        names.LEDGER: ledger.encode_ledger([ledger.Start(start="0" * 16, saves=3, reached=9)] * 3),
     }
     limit_memory()
     for n in range(count):

@@ -78,6 +78,12 @@ def check_run(root):
         after = manager.all_steps()
         assert after[-1] == new
         check_tree(manager.restore(as_numpy=True), new)
-    left = set(os.listdir(root)) - {*map(str, after), names.RUN, names.OWNER, names.LOCK}
+    left = set(os.listdir(root)) - {
+        *map(str, after),
+        names.RUN,
+        names.OWNER,
+        names.LOCK,
+        names.LEDGER,
+    }
     left |= {step for step in map(str, after) if names.WRITER in os.listdir(f"{root}/{step}")}
     say(steps=steps, newest=newest, left=sorted(left))

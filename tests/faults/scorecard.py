@@ -325,6 +325,11 @@ ROWS = {
         "have a flipped bit: a step restores whose chunks are all on some disk, and no wrong value",
         count=109,
     ),
+    "56": Row(
+        title="kill -9 before every file change of a save, with its writes torn, or at each "
+        "request: the ledger has every earlier start, and shows that this one was killed",
+        count=200,
+    ),
 }
 
 

@@ -70,6 +70,13 @@ def test_a_kill_while_a_manager_saves_and_deletes(zygote, make_run, trial, what,
             assert found["after"] == [found["newest"], found["newest"] + 1]
             assert found["left"] == []
             seen.add((tuple(found["steps"]), acknowledged))
+        with trial("56", f"the ledger after a manager's {what}, {ending} at {n}"):
+            # The killed start has its line, as far as that was written, and the next start too.
+            ended = "closed" if "events" in str(words) else ""
+            assert found["ends"] == [*["closed"] * 3, ended, ""]
+            assert found["saved"][:3] == [1, 2, 3]
+            assert found["saved"][3] in (None, new - 2, new - 1, new)
+            assert what == "shared" or found["saved"][3] in (None, new)
 
     assert {(before, False), (after, True)} <= seen
     # Whether it is acknowledged before the oldest goes is up to the threads.

@@ -242,7 +242,14 @@ def test_what_a_dead_job_was_writing_is_removed(trial, ram_path):
     with trial("17", "what a dead job was writing"):
         with jaxckpt.CheckpointManager(ram_path) as manager:
             manager.save(2, {"n": 2})
-        assert sorted(os.listdir(ram_path)) == ["1", "2", names.LOCK, names.OWNER, names.RUN]
+        assert sorted(os.listdir(ram_path)) == [
+            "1",
+            "2",
+            names.LEDGER,
+            names.LOCK,
+            names.OWNER,
+            names.RUN,
+        ]
 
 
 def test_a_copy_of_a_step_under_another_number_is_a_step(trial, ram_path):

@@ -117,7 +117,7 @@ def check_writers(root):
         step = steps[-1] + 1 if steps else 1
         manager.save(step, tree_of(0, step)).result()
         assert found_writer(f"{root}/{step}") == 0
-    known = {*map(str, [*steps, step]), names.RUN, names.OWNER, names.LOCK}
+    known = {*map(str, [*steps, step]), names.RUN, names.OWNER, names.LOCK, names.LEDGER}
     say(writers=writers, newest=newest, left=sorted(set(os.listdir(root)) - known))
 
 

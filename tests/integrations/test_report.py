@@ -27,6 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxckpt
 from jaxckpt import KeepPolicy
 from jaxckpt._run.overview import overview
+from jaxckpt.format import names
+from jaxckpt.format.ledger import Start, encode_ledger
 from jaxckpt.pages import _svg
 from jaxckpt.pages import report as report_module
 from jaxckpt.pages._svg import Bar, Mark
@@ -89,6 +91,7 @@ def test_a_report_shows_the_run(run, tmp_path):
         "Steps",
         "Metrics",
         "Time and size of each save" if "by phase" in html else "Size of each step",
+        "Training time kept",
         "Contents of the newest step",
         "Problems",
         "Also in this directory",
@@ -516,3 +519,22 @@ def test_the_probe_sees_what_is_wrong(page, tmp_path):
     assert found.wide >= 1
     assert (found.loaded, found.failed) == (1, 1)
     assert any("planted" in line for line in found.console)
+
+
+def test_a_report_shows_the_starts_of_a_run(tmp_path):
+    """Those that the ledger has; the text in it is not trusted."""
+    root = tmp_path / "run"
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, {"w": 1.0})
+    bad = Start(
+        start="a", end="<script>", opened_s=1e9, seen_s=1e9 + 60, first=1, reached=9, saved=5
+    )
+    bad = replace(bad, trained_s=40.0, saves=2, blocked_s=1.0, saving_s=2.0)
+    (root / names.LEDGER).write_bytes(encode_ledger([bad] * 30))
+
+    report(root, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+
+    assert "goodput 33.3% of 1 min" in page
+    assert "… 10 earlier starts" in page
+    assert "<script>" not in page

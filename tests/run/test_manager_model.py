@@ -162,7 +162,7 @@ class Runs(RuleBasedStateMachine):
         """Nothing is left of saves and deletions that did not end."""
         left = [entry for entry in self.entries() if names.is_temporary(entry)]
         assert left == []
-        known = {*map(str, self.steps), names.RUN, names.OWNER, names.LOCK}
+        known = {*map(str, self.steps), names.RUN, names.OWNER, names.LOCK, names.LEDGER}
         for entry in set(self.entries()) - known:
             assert names.is_set_aside(entry) or names.is_lease(entry) or is_temporary_file(entry)
 

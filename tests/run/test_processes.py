@@ -358,13 +358,13 @@ def test_a_larger_job_goes_on_after_a_kill(start_processes, ram_path):
 
     assert [one.result["after"] for one in done] == [None] * 4
     assert [one.result["last"] for one in done] == [2] * 4
-    assert sorted(os.listdir(ram_path)) == ["2", names.LOCK, names.OWNER, names.RUN]
+    assert sorted(os.listdir(ram_path)) == ["2", names.LEDGER, names.LOCK, names.OWNER, names.RUN]
     check_root(ram_path, [2])
 
 
 def check_root(root, wanted=None):
     """Fails unless every step that looks committed is complete; returns these steps."""
-    known = (names.RUN, names.LOCK, names.OWNER, names.DOOMED)
+    known = (names.RUN, names.LOCK, names.OWNER, names.LEDGER, names.DOOMED)
     entries = [
         name for name in os.listdir(root) if not names.is_temporary(name) and name not in known
     ]
@@ -390,7 +390,7 @@ def check_that_a_job_of_one_goes_on(root, newest):
         for step in (newest + 1, newest + 2):
             manager.save(step, worker.state_at(step))
     assert check_root(root) == [newest + 1, newest + 2]
-    left = {str(newest + 1), str(newest + 2), names.RUN, names.LOCK, names.OWNER}
+    left = {str(newest + 1), str(newest + 2), names.RUN, names.LOCK, names.OWNER, names.LEDGER}
     assert set(os.listdir(root)) == left
 
 
@@ -432,6 +432,7 @@ def test_a_job_that_wakes_up_after_another_has_taken_over_cannot_save(
             "2",
             "3",
             "4",
+            names.LEDGER,
             names.LOCK,
             names.OWNER,
             names.RUN,

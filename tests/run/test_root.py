@@ -365,7 +365,9 @@ class World:
             found = self.storage.entries(self.root)
         except FileNotFoundError:
             found = []
-        return {name for name in found if name not in (names.RUN, names.OWNER, names.LOCK)}
+        return {
+            name for name in found if name not in (names.RUN, names.OWNER, names.LOCK, names.LEDGER)
+        }
 
     def is_whole(self, entry):
         return all(

@@ -12,6 +12,8 @@ from urllib.parse import unquote
 import pytest
 
 import jaxckpt
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.ledger import read_ledger
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, StoreError
 from jaxckpt.storage import locate
 from jaxckpt.storage._object import ObjectStorage
@@ -23,6 +25,7 @@ from tests.stores.killing import end_leases, kill
 from tests.stores.proxy import Answer, Hang, Reset, Truncate
 
 WRITERS = 8
+KILLED = [[], [("", None)], [("", 10)], [("", 11)], [("closed", 11)]]
 EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 # All requests of a long function are divided among tests, each of which has a limit of time.
 PARTS = pytest.mark.parametrize("part", [(when, n) for when in (False, True) for n in (0, 1)])
@@ -152,6 +155,14 @@ def test_a_killed_job_loses_no_step_and_shows_no_half_one(place, zygote, trial, 
                 assert listed == [11]
             elif goes_on:
                 assert jaxckpt.open(run).path == f"{run}/20"
+        with trial("56", f"the ledger after {what}"):
+            found = [(one.end, one.saved) for one in read_ledger(StepIndex(*locate(run)))]
+            # A line of the killed job, if it had taken the run over; then ours, if we have.
+            ours = [("closed", 20 if goes_on else None)]
+            assert found in (
+                [[("closed", 11)]] if ended else [a + b for a in KILLED for b in ([], ours)]
+            )
+            assert found[-1:] == ours or not goes_on
     assert n >= 15
 
 

@@ -323,7 +323,13 @@ def fail_alone(me, root):
             words[case] = said(lambda: go_on_to(step, storage, leaf))  # noqa: B023  # called here
             said(manager.wait_until_finished)
             meet(f"{case} failed")
-            known |= {names.RUN, names.LOCK, names.OWNER, *map(str, manager.all_steps())}
+            known |= {
+                names.RUN,
+                names.LOCK,
+                names.OWNER,
+                names.LEDGER,
+                *map(str, manager.all_steps()),
+            }
             left[case] = sorted(set(os.listdir(root)) - known)
             known |= set(left[case])  # told once
             meet(f"{case} seen")

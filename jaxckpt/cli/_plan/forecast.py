@@ -10,12 +10,8 @@ The best interval between saves is that of `SavePolicy.auto`:
 
 by J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974),
 and J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
-22 (2006). Expected goodput is the part of the time that trains and is not repeated. Between two
-failures there is the MTBF and one restart. A failure loses half an interval on average, and the
-time that a save takes to be committed:
-
-    (MTBF - (interval + blocked) / 2 - committed) / (MTBF + restart)
-        * interval / (interval + blocked)
+22 (2006). Expected goodput is the part of the time that trains and is not repeated; `goodput` has
+the formula.
 """
 
 from __future__ import annotations
@@ -26,7 +22,8 @@ from functools import partial
 from typing import Final
 
 from jaxckpt._run.config import LocalTier
-from jaxckpt._run.schedule import Costs, SavePolicy
+from jaxckpt._run.goodput import best_interval_s, expected
+from jaxckpt._run.schedule import Costs, job_mtbf_s
 from jaxckpt.cli._plan.cluster import Cluster
 from jaxckpt.cli._plan.loads import BUDGET_BYTES, HostLoads, Load
 from jaxckpt.cli._plan.tree import PlannedTree
@@ -115,7 +112,7 @@ def forecast(
     mtbf_s = None
     if rates.mtbf_s is not None:
         hours = rates.mtbf_s / 3600
-        mtbf_s = SavePolicy.auto(mtbf_hours=hours, processes=cluster.hosts).job_mtbf_s
+        mtbf_s = job_mtbf_s(hours, cluster.hosts)
     values, held = max(x.values_bytes for x in each), max(x.held_bytes for x in each)
     restarts = [one.seconds for one in (direct, once) if one.seconds is not None]
     blocked_s, blocked_disk_s = (_seconds([size], rates.copy) for size in (values, held))
@@ -203,8 +200,8 @@ def _outlook(
     interval_s, goodput, curve = None, None, []
     if mtbf_s and blocked_s is not None and committed_s is not None and restart_s is not None:
         costs = Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=restart_s)
-        interval_s = costs.interval_s(SavePolicy(job_mtbf_s=mtbf_s))
-        goodput_at = partial(_goodput, blocked_s, committed_s, restart_s, mtbf_s)
+        interval_s = best_interval_s(costs, mtbf_s)
+        goodput_at = partial(expected, costs, mtbf_s)
         goodput = goodput_at(interval_s)
         intervals = [interval_s * part for part in (*_PARTS, 1.0, *(1 / p for p in _PARTS[::-1]))]
         curve = [(seconds, goodput_at(seconds)) for seconds in intervals]
@@ -220,11 +217,3 @@ def _outlook(
         local_disk_bytes=disk_bytes,
         curve=curve,
     )
-
-
-def _goodput(
-    blocked_s: float, committed_s: float, restart_s: float, mtbf_s: float, interval_s: float
-) -> float:
-    lost_s = (interval_s + blocked_s) / 2 + committed_s
-    kept = max(0.0, mtbf_s - lost_s) / (mtbf_s + restart_s)
-    return kept * interval_s / (interval_s + blocked_s) if interval_s else 0.0
