@@ -79,6 +79,26 @@ def test_a_restore_takes_few_calls_for_each_leaf(tmp_path, mesh):
     assert calls < (90 if sys.version_info >= (3, 12) else 100) * 1000
 
 
+def test_the_first_save_takes_few_calls_of_its_caller_for_each_leaf(tmp_path):
+    """It takes the values and checks the tree; leaves, writes and metadata are made meanwhile."""
+    leaves = [jax.numpy.full(4, n) for n in range(1000)]
+    tree = {
+        f"layer_{n:02}": dict(zip("abcdefghij", leaves[n::100], strict=True)) for n in range(100)
+    }
+    jaxckpt.save_async(tmp_path / "warm", leaves[:9]).result()
+    calls: list[str] = []
+
+    sys.setprofile(lambda _, event, __: calls.append(event))
+    try:
+        handle = jaxckpt.save_async(tmp_path / "a", tree)
+    finally:
+        sys.setprofile(None)
+
+    handle.result()
+    # Before Python 3.12 a comprehension is a call too.
+    assert calls.count("call") < (32 if sys.version_info >= (3, 12) else 34) * 1000
+
+
 def test_the_collector_does_not_look_through_a_tree_that_grows(many):
     """It would once for some thousands of leaves, and find nothing."""
     path, _ = many
