@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -115,11 +115,11 @@ def plan_tree(
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
-    form = _form_of(value, processes, dtype, zstd, holds=holds)
+    form, leaves = _form_of(value, processes, dtype, zstd, holds)
     if form is not None and (cached := _find(form)) is not None:
         if cached is not _cache[0]:
             _put_first(cached)
-        return cached.planned, [stored_value(kind, form.leaves[i]) for i, kind in cached.wanted]
+        return cached.planned, [stored_value(kind, leaves[i]) for i, kind in cached.wanted]
     with paused():
         flat, values = flatten(value)
         if dtype is not None:
@@ -133,19 +133,8 @@ def plan_tree(
 # --- recognising a tree ----------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class _Form:
-    """Everything that a plan depends on. Equal forms have equal plans; values are not compared."""
-
-    processes: Processes
-    facts: list[Any]  # the type of each leaf, with its shape, dtype and sharding
-    keys: list[Any]  # the path of each leaf, since static data may name keys and change in place
-    text: str  # of the treedef, since treedefs with static data 1 and True are equal
-    treedef: Any
-    dtype: str | None  # as in `plan_tree`
-    zstd: int | None
-    holds: bool
-    leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
+# Everything that a plan depends on. Equal forms have equal plans; values are not compared.
+_Form = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +143,7 @@ class _Cached:
 
     form: _Form
     planned: TreePlan
-    wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_Form.leaves` and its kind
+    wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_form_of` and its kind
 
 
 _cache: tuple[_Cached, ...] = ()  # the latest first
@@ -173,7 +162,7 @@ def _put(form: _Form, planned: TreePlan) -> None:
     kinds, arrays = [facts["kind"] for facts in planned.flat.facts], {*planned.flat.arrays}
     full = [i for i, kind in enumerate(kinds) if kind != "empty"]
     wanted = tuple([(n, kinds[i]) for n, i in enumerate(full) if i in arrays])
-    _put_first(_Cached(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
+    _put_first(_Cached(form=form, planned=planned, wanted=wanted))
 
 
 def _put_first(cached: _Cached) -> None:
@@ -182,29 +171,20 @@ def _put_first(cached: _Cached) -> None:
         _cache = (cached, *(other for other in _cache if other is not cached))[:_MAX_CACHED]
 
 
-def _form_of(
-    value: object, processes: Processes, dtype: str | None, zstd: int | None, *, holds: bool
-) -> _Form | None:
-    """Returns None for a tree with leaves that only `flatten` can judge."""
+def _form_of(value: object, *options: Any) -> tuple[_Form | None, list[Any]]:
+    """Returns the form of a tree and its leaves, without None and empty containers, like jax.
+
+    The form is None for a tree with leaves that only `flatten` can judge.
+    """
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
         leaves = [leaf for _, leaf in pairs]
         facts = [_facts(leaf) for leaf in leaves]
-        if None in facts:
-            return None
-        return _Form(
-            processes=processes,
-            facts=facts,
-            keys=[keys for keys, _ in pairs],
-            text=str(treedef),
-            treedef=treedef,
-            dtype=dtype,
-            zstd=zstd,
-            holds=holds,
-            leaves=leaves,
-        )
+        # Static data may name keys, and change in place; treedefs with 1 and True in it are equal.
+        form = (*options, facts, [keys for keys, _ in pairs], str(treedef), treedef)
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
-        return None
+        return None, []
+    return None if None in facts else form, leaves
 
 
 def _facts(leaf: Any) -> object:
