@@ -178,7 +178,8 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     from jaxckpt._core.plan import ArraySpec, placement_of, plan_save
-    from jaxckpt._save.tree_plan import TreePlan, saved_sharding
+    from jaxckpt._disk.writer import metadata_files
+    from jaxckpt._save.tree_plan import saved_sharding
     from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
 
     mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))
@@ -206,31 +207,25 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     planned = time.perf_counter() - start
     names = [f"leaf_{i:05d}" for i in range(leaves)]
     start = time.perf_counter()
-    planned_tree = TreePlan(
-        tree=Tree(
-            leaves=tuple(
-                Leaf(
-                    path=(name,),
-                    key_types=(NAMED,),
-                    kind="array",
-                    dtype="float32",
-                    shape=stored.shape,
-                    stored=stored,
-                )
-                for name, stored in zip(names, plan.stored, strict=True)
-            ),
-            root=Node(type="dict", names=tuple(names), children=(None,) * leaves),
-            typed=True,
-            uses_ocdbt=True,
+    tree = Tree(
+        leaves=tuple(
+            Leaf(
+                path=(name,),
+                key_types=(NAMED,),
+                kind="array",
+                dtype="float32",
+                shape=stored.shape,
+                stored=stored,
+            )
+            for name, stored in zip(names, plan.stored, strict=True)
         ),
-        shardings={
-            name: saved_sharding(shardings[spec])
-            for name, (spec, _) in zip(names, arrays, strict=True)
-        },
-        plan=plan,
-        sources=(),
+        root=Node(type="dict", names=tuple(names), children=(None,) * leaves),
+        typed=True,
+        uses_ocdbt=True,
     )
-    size = sum(map(len, planned_tree.files.values()))
+    placed = zip(names, arrays, strict=True)
+    saved = {name: saved_sharding(shardings[spec]) for name, (spec, _) in placed}
+    size = sum(map(len, metadata_files(tree, saved).values()))
     described = time.perf_counter() - start
     return {
         "plan": planned,

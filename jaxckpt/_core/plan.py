@@ -10,10 +10,10 @@ import heapq
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
@@ -79,9 +79,9 @@ class Placement:
         return Box(start, tuple(map(operator.add, start, self.shard_shape)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ArraySpec:
-    """The facts about one array that a plan depends on."""
+    """The facts about one array that a plan depends on. Arrays that share one are planned once."""
 
     shape: tuple[int, ...]  # global
     dtype: str  # as stored, TensorStore's name
@@ -89,8 +89,7 @@ class ArraySpec:
     placement: Placement | None  # None for a value on the host, which process 0 writes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class Write(NamedTuple):  # there may be a million, and dataclasses take three times as long
     """One chunk for this process to write."""
 
     array: int  # index of the array in the plan
@@ -98,16 +97,30 @@ class Write:
     shard: Box  # the shard that contains it, in the global array
 
 
+Chunks = Sequence[tuple[Box, Box]]  # of an array; each with the shard that contains it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
     """The storage layout of a tree, and the chunks that this process writes."""
 
     stored: tuple[StoredArray, ...]  # one for each array
-    writes: tuple[Write, ...]  # this process's chunks, in the order of the arrays
-    total_bytes: int  # of `writes`, uncompressed
+    # By index of the array, in their order. Thousands of arrays may share the same chunks.
+    shares: tuple[tuple[int, Chunks], ...]  # this process's chunks
+    total_bytes: int  # of these chunks, uncompressed
     # The other chunks of the shards that this process holds, if they were asked for.
-    held: tuple[Write, ...] = ()
+    held_shares: tuple[tuple[int, Chunks], ...] = ()
     held_bytes: int = 0
+
+    @property
+    def writes(self) -> list[Write]:
+        """Returns this process's chunks, in the order of the arrays."""
+        return [Write(i, box, shard) for i, chunks in self.shares for box, shard in chunks]
+
+    @property
+    def held(self) -> SavePlan:
+        """Returns a plan to write the held chunks."""
+        return replace(self, shares=self.held_shares, total_bytes=self.held_bytes)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -159,51 +172,59 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int, holds: bool = False)
         >>> plan_save([spec], process=0).writes[0].box
         Box(start=(0,), stop=(2,))
     """
-    stored, writes, held, total, held_bytes = [], [], [], 0, 0
+    stored, shares, held, total, held_bytes = [], [], [], 0, 0
     loads = _Loads()
+    alike: dict[ArraySpec, tuple[StoredArray, list[_Share]]] = {}
     for i, array in enumerate(arrays):
-        if array.placement is None:
-            everything = _box.whole(array.shape)
-            chunk_shape, owned, others = array.shape, [(everything, everything)], []
-            if process != 0:
-                owned, others = others, owned
-        else:
-            chunk_shape, owned, others = _device_chunks(
-                array, array.placement, process, loads, holds=holds
-            )
-        if smaller := inner_shape(chunk_shape, array.itemsize, MAX_CHUNK_BYTES):
-            chunk_shape = smaller
-            owned, others = _divided(owned, smaller), _divided(others, smaller)
-        # zarr forbids chunks of size zero; no chunks are stored for an empty array.
-        is_empty = 0 in array.shape
-        chunk_shape = tuple(max(1, n) for n in chunk_shape)
-        stored.append(
-            StoredArray(
-                shape=array.shape,
-                dtype=array.dtype,
-                chunk_shape=chunk_shape,
-                inner_shape=None if is_empty else inner_shape(chunk_shape, array.itemsize),
-            )
-        )
-        writes += [Write(array=i, box=box, shard=shard) for box, shard in owned if box.size]
-        total += sum(box.size for box, _ in owned) * array.itemsize
-        if holds:
-            held += [Write(array=i, box=box, shard=shard) for box, shard in others if box.size]
-            held_bytes += sum(box.size for box, _ in others) * array.itemsize
+        if array not in alike:
+            alike[array] = _laid_out(array, process, holds=holds)
+        layout, of_array = alike[array]
+        stored.append(layout)
+        for group, size_bytes, chunks in of_array:
+            if loads.take(group, size_bytes) == process:
+                shares.append((i, chunks))
+                total += size_bytes
+            elif holds:
+                held.append((i, chunks))
+                held_bytes += size_bytes
     return SavePlan(
         stored=tuple(stored),
-        writes=tuple(writes),
+        shares=tuple(shares),
         total_bytes=total,
-        held=tuple(held),
+        held_shares=tuple(held),
         held_bytes=held_bytes,
     )
 
 
-_Boxes = list[tuple[Box, Box]]  # chunks, each with the shard that contains it
+# Chunks of an array that the same of these processes writes, and their size in bytes.
+_Share = tuple[Group, int, Chunks]
 
 
-def _divided(chunks: _Boxes, shape: tuple[int, ...]) -> _Boxes:
-    return [(part, shard) for box, shard in chunks for part in _box.cut(box, shape)]
+def _laid_out(array: ArraySpec, process: int, *, holds: bool) -> tuple[StoredArray, list[_Share]]:
+    """Returns the layout of an array, and the chunks that this process may write, or holds."""
+    everything = _box.whole(array.shape)
+    chunk_shape, shards = array.shape, [(Group((0,)), everything, everything)]
+    if array.placement is not None:
+        chunk_shape, shards = _device_chunks(array, array.placement, process)
+    smaller = inner_shape(chunk_shape, array.itemsize, MAX_CHUNK_BYTES)
+    # zarr forbids chunks of size zero; no chunks are stored for an empty array.
+    chunk_shape = tuple(max(1, n) for n in smaller or chunk_shape)
+    is_empty = 0 in array.shape
+    stored = StoredArray(
+        shape=array.shape,
+        dtype=array.dtype,
+        chunk_shape=chunk_shape,
+        inner_shape=None if is_empty else inner_shape(chunk_shape, array.itemsize),
+    )
+    mine = [one for one in shards if not is_empty and (holds or process in one[0].processes)]
+    shares: dict[Any, _Share] = {}  # chunks with a single possible writer are one share
+    for at, (group, box, shard) in enumerate(mine):
+        parts = _box.cut(box, smaller) if smaller else (box,)
+        key = at if len(group.processes) > 1 else group
+        _, size_bytes, chunks = shares.get(key, (group, 0, ()))
+        size_bytes += box.size * array.itemsize
+        shares[key] = group, size_bytes, [*chunks, *((part, shard) for part in parts)]
+    return stored, [*shares.values()]
 
 
 class _Loads:
@@ -224,28 +245,20 @@ class _Loads:
 
 
 def _device_chunks(
-    array: ArraySpec, placement: Placement, process: int, loads: _Loads, *, holds: bool
-) -> tuple[tuple[int, ...], _Boxes, _Boxes]:
-    """Returns the shape of a chunk, this process's chunks, and the others of its shards."""
+    array: ArraySpec, placement: Placement, process: int
+) -> tuple[tuple[int, ...], list[tuple[Group, Box, Box]]]:
+    """Returns the shape of a chunk; and of each chunk the possible writers, the box and shard."""
     shard_shape = placement.shard_shape
-    mine = placement.grid.of(process)
-    shard_bytes = math.prod(shard_shape) * array.itemsize
-    axis, parts = _slicing(placement, shard_bytes)
+    axis, parts = _slicing(placement, math.prod(shard_shape) * array.itemsize)
+    mine = [(group, placement.box(index)) for index, group in placement.grid.of(process)]
     if parts == 1:
-        owned, others = [], []
-        for index, group in mine:
-            box = placement.box(index)
-            (owned if loads.take(group, shard_bytes) == process else others).append((box, box))
-        return shard_shape, owned, others
+        return shard_shape, [(group, box, box) for group, box in mine]
     chunk_shape = (*shard_shape[:axis], shard_shape[axis] // parts, *shard_shape[axis + 1 :])
-    owned, others = [], []
-    for index, group in mine:
-        box = placement.box(index)
-        mine_at = group.processes.index(process)
-        owned.append((_slice(box, axis, mine_at, parts), box))
-        if holds:
-            others += [(_slice(box, axis, i, parts), box) for i in range(parts) if i != mine_at]
-    return chunk_shape, owned, others
+    return chunk_shape, [
+        (Group((writer,)), _slice(box, axis, i, parts), box)
+        for group, box in mine
+        for i, writer in enumerate(group.processes)
+    ]
 
 
 def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from jaxckpt.format.tree import (
     LeafKind,
     Node,
     Path,
+    StoredArray,
     Tree,
     name_problems,
     path_text,
@@ -78,11 +79,21 @@ ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """A tree taken apart."""
+    """A tree taken apart, in the order of `jax.tree_util`, with empty containers; no values."""
 
-    leaves: tuple[Leaf, ...]  # in the order of `jax.tree_util`, with empty containers
-    values: tuple[jax.Array | np.ndarray[Any, Any] | None, ...]  # the arrays to store
+    paths: Sequence[Path]
+    key_types: Sequence[tuple[int, ...]]
+    facts: Sequence[Mapping[str, Any]]  # the other fields of each `Leaf`, shared by leaves alike
+    arrays: Sequence[int]  # the indices of the leaves that are stored as arrays
     root: Node | None  # the containers; None if the tree is one leaf
+
+    def leaves(self, stored: Sequence[StoredArray] = ()) -> tuple[Leaf, ...]:
+        """Returns the leaves, those with an array with its layout if it is given."""
+        layouts = dict(zip(self.arrays, stored, strict=False))
+        return tuple(
+            Leaf(path=path, key_types=types, stored=layouts.get(i), **self.facts[i])
+            for i, (path, types) in enumerate(zip(self.paths, self.key_types, strict=True))
+        )
 
 
 def check_levels(tree: object, what: str) -> None:
@@ -110,8 +121,8 @@ def _too_deep(node: Any, levels: int) -> Path | None:
     return None
 
 
-def flatten(tree: object) -> Flat:
-    """Takes a tree apart for a save.
+def flatten(tree: object) -> tuple[Flat, list[jax.Array | np.ndarray[Any, Any]]]:
+    """Takes a tree apart for a save; also returns the arrays to store.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored, or names collide; the message lists all of them.
@@ -123,17 +134,18 @@ def flatten(tree: object) -> Flat:
             f"jax cannot flatten this tree: {error}. All keys of a dict must have the same type."
         ) from error
     paths = [key_path(keys) for keys, _ in pairs]
-    leaves, values, problems = [], [], []
-    for (keys, value), path in zip(pairs, paths, strict=True):
-        key_types = tuple(SEQUENCE if isinstance(key, _INDICES) else NAMED for key in keys)
+    all_facts, arrays, values, problems = [], [], [], []
+    for i, (_, value) in enumerate(pairs):
+        path = paths[i]
         try:
-            leaf = _describe(value, path, key_types)
-            stored = stored_value(leaf.kind, value) if leaf.has_array else None
+            facts = _describe(value, path)
+            if facts["kind"] != "empty" and "value" not in facts:
+                values.append(stored_value(facts["kind"], value))
+                arrays.append(i)
         except (TypeError, ValueError) as error:
             problems.append(f"  {path_text(path) or '(the tree itself)'}: {error}")
             continue
-        leaves.append(leaf)
-        values.append(stored)
+        all_facts.append(facts)
     problems += name_problems(paths)
     if problems:
         raise UnsupportedLeaf(
@@ -141,10 +153,17 @@ def flatten(tree: object) -> Flat:
             + "\n".join(problems[:50])
             + "\nLeave them out of the tree, or convert them to arrays."
         )
-    if not leaves:
+    if not pairs:
         raise UnsupportedLeaf("nothing to save: the tree has no leaves and no containers")
-    root = None if tree_util.treedef_is_leaf(treedef) else _walk(treedef, iter(pairs), 0)[0]
-    return Flat(leaves=tuple(leaves), values=tuple(values), root=root)
+    key_types = [_key_types(*map(type, keys)) for keys, _ in pairs]
+    root = None if tree_util.treedef_is_leaf(treedef) else _walk(treedef, iter(paths), 0)[0]
+    flat = Flat(paths=paths, key_types=key_types, facts=all_facts, arrays=arrays, root=root)
+    return flat, values
+
+
+@cache
+def _key_types(*classes: type) -> tuple[int, ...]:
+    return tuple(SEQUENCE if issubclass(cls, _INDICES) else NAMED for cls in classes)
 
 
 def is_empty(node: object) -> bool:
@@ -172,18 +191,19 @@ def key_path(keys: Sequence[object]) -> Path:
     return tuple(map(_key_name, keys))
 
 
-def _key_name(key: object) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            key = getattr(key, attribute)
-            break
+def _key_name(key: Any) -> str:
+    if type(key) is tree_util.DictKey and type(key.key) is str:  # most of them
+        return key.key
+    key = next((getattr(key, at) for at in ("key", "idx", "name") if hasattr(key, at)), key)
     # `str()` of a str enum is not its value.
     return str.__str__(key) if isinstance(key, str) else str(key)
 
 
-def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
-    def leaf(kind: LeafKind, **facts: Any) -> Leaf:  # fields of Leaf
-        return Leaf(path=path, key_types=key_types, kind=kind, **facts)
+def _describe(value: object, path: Path) -> Mapping[str, Any]:
+    """Returns the fields of the leaf, but for its path and key types."""
+
+    def leaf(kind: LeafKind, **facts: Any) -> Mapping[str, Any]:
+        return {"kind": kind, **facts}
 
     if isinstance(value, Tracer):
         raise TypeError("is traced; call save outside jit, grad and vmap")
@@ -195,11 +215,11 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
             if value.ndim >= MAX_DIMS:  # its words are one more
                 raise TypeError(f"is stored with more than {MAX_DIMS} dimensions, the limit")
             return leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
-        return leaf("array", dtype=_check(value.dtype, value.shape), shape=value.shape)
+        return _describe_array("array", value.dtype, value.shape)
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("is a masked array; save its data and its mask as two arrays")
     if isinstance(value, np.ndarray):
-        return leaf("numpy", dtype=_check(value.dtype, value.shape), shape=value.shape)
+        return _describe_array("numpy", value.dtype, value.shape)
     if isinstance(value, str):
         value.encode()  # raises on an unpaired surrogate
         # Orbax finds the text by a JSON pointer, where a bare `~` is an escape.
@@ -244,6 +264,10 @@ def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
 
 
 @lru_cache(maxsize=1 << 12)
+def _describe_array(kind: LeafKind, dtype: Any, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    return {"kind": kind, "dtype": _check(dtype, shape), "shape": shape}
+
+
 def _check(dtype: Any, shape: tuple[int, ...]) -> str:  # numpy's and jax's dtypes share no type
     """Returns the name of the dtype of an array that can be stored and read back."""
     name = np.dtype(dtype).name
@@ -271,17 +295,16 @@ def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
 # --- containers ------------------------------------------------------------------------------
 
 
-def _walk(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> tuple[Node | None, Any]:
-    """Returns the containers of `treedef`, consuming one of `pairs` per leaf, and the last keys."""
-    if tree_util.treedef_is_leaf(treedef):
-        return None, next(pairs)[0]
-    children, names, keys = [], [], ()
+def _walk(treedef: Any, paths: Iterator[Path], depth: int) -> tuple[Node, Path]:
+    """Returns the containers of `treedef`, consuming one path per leaf, and the last path."""
+    children, names, path = [], [], ()
     for child in treedef.children():
-        node, keys = _walk(child, pairs, depth + 1)
+        is_leaf = child.num_nodes == 1  # as empty containers are too
+        node, path = (None, next(paths)) if is_leaf else _walk(child, paths, depth + 1)
         children.append(node)
-        names.append(_key_name(keys[depth]))
+        names.append(path[depth])
     cls, aux = treedef.node_data()
-    return _make_node(cls, aux, tuple(names), tuple(children)), keys
+    return _make_node(cls, aux, tuple(names), tuple(children)), path
 
 
 def _make_node(
@@ -292,7 +315,7 @@ def _make_node(
         return Node(type=kind, names=names, children=children)
     if issubclass(cls, dict):
         keys = aux[1] if isinstance(aux, tuple) and len(aux) == 2 and callable(aux[0]) else aux
-        is_plain = all(type(_as_base(key)) is str for key in keys)
+        is_plain = {*map(type, keys)} <= {str} or all(type(_as_base(k)) is str for k in keys)
         recorded = None if is_plain else tuple(map(_encode_key, keys))
         kind_ = "odict" if cls is OrderedDict else "dict"
         return Node(type=kind_, names=names, keys=recorded, children=children)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jaxckpt._core import box as _box
 from jaxckpt._core import pinned
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
-from jaxckpt._core.plan import SavePlan
+from jaxckpt._core.plan import Chunks, SavePlan
 from jaxckpt.format.arrays import dtype_of
 
 if TYPE_CHECKING:  # imported where it is used: reading to the host works without jax
@@ -27,8 +27,7 @@ _HUGE_BYTES = 2 << 20
 _LARGE_BYTES = 6 * _HUGE_BYTES  # two huge pages more are at most a third of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """One shard of which this process writes all or a part."""
 
     array: int  # index of the array in the plan
@@ -44,28 +43,29 @@ def sources_of(
     dtypes: Sequence[np.dtype[Any]],
     plan: SavePlan,
 ) -> tuple[Shard, ...]:
-    """Returns the distinct shards of a plan's writes, for arrays that are saved as `dtypes`."""
+    """Returns the distinct shards of a plan's chunks, for arrays that are saved as `dtypes`."""
+    alike: dict[int, list[tuple[Any, ...]]] = {}  # arrays with one `ArraySpec` share the chunks
+    sources = []
+    for i, chunks in (*plan.shares, *plan.held_shares):
+        if id(chunks) not in alike:
+            stored = dtype_of(plan.stored[i].dtype)
+            alike[id(chunks)] = _sources(values[i], chunks, dtypes[i], stored)
+        sources += [Shard(i, *facts) for facts in alike[id(chunks)]]
+    if plan.held_shares:
+        sources = {(one.array, one.shard): one for one in sources}.values()
+    return tuple(sources)
+
+
+def _sources(value: Any, chunks: Chunks, *dtypes: np.dtype[Any]) -> list[tuple[Any, ...]]:
+    """Returns the fields after the first of the shards with these chunks of an array."""
     import jax
 
-    alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
-    sources = []
-    writes = (*plan.writes, *plan.held)
-    for i, shard in dict.fromkeys((write.array, write.shard) for write in writes):
-        value, position, is_host_memory = values[i], None, True
-        if isinstance(value, jax.Array):
-            key = (value.sharding, value.shape)
-            positions, is_host_memory = alike.get(key) or alike.setdefault(key, _positions(value))
-            position = positions[shard]
-        source = Shard(
-            array=i,
-            shard=shard,
-            position=position,
-            is_host_memory=is_host_memory,
-            dtype=dtypes[i],
-            stored=dtype_of(plan.stored[i].dtype),
-        )
-        sources.append(source)
-    return tuple(sources)
+    shards = dict.fromkeys(shard for _, shard in chunks)
+    if not isinstance(value, jax.Array):
+        return [(shard, None, True, *dtypes) for shard in shards]
+    here = value.addressable_shards
+    positions = {_box.from_index(one.index, value.shape): i for i, one in enumerate(here)}
+    return [(shard, positions[shard], on_host(here), *dtypes) for shard in shards]
 
 
 def stage(
@@ -134,13 +134,6 @@ def detached(value: Any) -> Any:
     if not (shards := value.addressable_shards):
         return value
     return jax.device_put(shards[0].data, may_alias=False)
-
-
-def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
-    """Maps each shard to its place in `addressable_shards`; also, whether all are on CPU."""
-    shards = value.addressable_shards
-    positions = {_box.from_index(shard.index, value.shape): i for i, shard in enumerate(shards)}
-    return positions, on_host(shards)
 
 
 def on_host(shards: Sequence[jax.Shard]) -> bool:

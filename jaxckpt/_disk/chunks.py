@@ -50,7 +50,7 @@ _RUN_CHUNKS: Final = 256
 Values = np.ndarray[Any, Any]
 Buffers = dict[Box, Values]
 Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
-Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's thread
+Landed = Callable[[int], object]  # takes a number of bytes read, in the caller's thread
 Place = tuple[str, int, int]  # file, offset and size
 
 
@@ -71,16 +71,16 @@ class Layout:
 
     boxes: tuple[Box, ...]
     dtype: np.dtype[Any]
-    starts: tuple[int, ...]  # of the buffers, in the memory of a leaf
+    places: tuple[tuple[Box, tuple[int, ...], int], ...]  # box, shape and start of each buffer
     room: int  # bytes of that memory
     parts: tuple[Unit, ...] | None  # None if there are many, or if they are not stored so
 
     def buffer(self, memory: Values, at: int, i: int) -> Values:
         """Returns the buffer of a box, in memory where that of the leaf begins at `at`."""
-        return np.ndarray(self.boxes[i].shape, self.dtype, memory, at + self.starts[i])
+        return np.ndarray(self.places[i][1], self.dtype, memory, at + self.places[i][2])
 
     def buffers(self, memory: Values, at: int = 0) -> Buffers:
-        return {box: self.buffer(memory, at, i) for i, box in enumerate(self.boxes)}
+        return {box: np.ndarray(s, self.dtype, memory, at + start) for box, s, start in self.places}
 
 
 @lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
@@ -90,7 +90,8 @@ def _layout(
     """Returns a layout, the bytes of the buffers, and whether our chunks have those of values."""
     sizes = [box.size * dtype.itemsize for box in boxes]
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
-    layout = Layout(boxes=boxes, dtype=dtype, starts=tuple(starts), room=room, parts=None)
+    places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
+    layout = Layout(boxes=boxes, dtype=dtype, places=places, room=room, parts=None)
     if stored is None or stored.zstd is not None:  # no array: a tensor of safetensors
         return layout, sum(sizes), False
     if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
@@ -124,7 +125,7 @@ def _start(layout: Layout, plan: ChunkRead) -> int | None:
     first = sum(side.start * step for side, step in zip(where[:-1], steps, strict=False))
     last = sum((side.stop - 1) * step for side, step in zip(where[:-1], steps, strict=False))
     is_one_piece = last - first + 1 == plan.count
-    return layout.starts[target] + first * layout.dtype.itemsize if is_one_piece else None
+    return layout.places[target][2] + first * layout.dtype.itemsize if is_one_piece else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,8 +232,7 @@ class Chunks:
                 at += read.layout.room
         memory = self._memory = None  # it lives as long as one of the arrays in it
         for read in self.reads:
-            error = self._failures.get(id(read.leaf))
-            if error is not None:
+            if (error := self._failures.get(id(read.leaf))) is not None:
                 failed(read, blame(self._item, read.leaf, error))
                 if self._buffers:  # none if there was no memory
                     self._buffers.popleft()
@@ -334,8 +334,7 @@ class Chunks:
                 if part.start is None:
                     outs.append(np.empty(part.size, np.uint8))
                 else:
-                    start = at + part.start
-                    outs.append(memory[start : start + part.size])
+                    outs.append(memory[at + part.start :][: part.size])
                 both += outs[-1], crc
             self._storage.read_into(file, run[0].offset, both)
         except (OSError, EOFError, MemoryError) as error:
@@ -404,7 +403,3 @@ def _describes(data: object, stored: StoredArray) -> bool:
         )
     except CorruptCheckpoint:
         return False
-
-
-def nothing(_: Any) -> None:
-    pass

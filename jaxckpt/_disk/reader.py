@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt._core.plan import count_chunks, plan_chunks
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
+from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, reader_of
@@ -55,7 +55,7 @@ def read_leaves(
     *,
     budget_bytes: int,
     failed: Failed = _raise,
-    landed: Landed = nothing,
+    landed: Landed = int,
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 

@@ -22,7 +22,6 @@ from jaxckpt._disk.chunks import (
     LeafRead,
     another_chunk,
     make_memory,
-    nothing,
 )
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
@@ -123,7 +122,7 @@ class Regions:
             yield (
                 self._read.total_bytes,
                 read_into(array, [box.slices for box in boxes], outs),
-                nothing,
+                lambda _: None,
             )
             return
         for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
@@ -132,7 +131,7 @@ class Regions:
             if not casts:
                 wheres = [part.slices for _, part in parts]
                 outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
-                yield size, read_into(array, wheres, outs), nothing
+                yield size, read_into(array, wheres, outs), lambda _: None
                 continue
             # TensorStore's own cast differs from numpy's for some 8-bit dtypes.
             temporary = np.empty(region.box.shape, self._dtype)

@@ -22,7 +22,7 @@ from jaxckpt.format.arrays import (
     metadata_key,
 )
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, StoredArray, Tree
+from jaxckpt.format.tree import StoredArray, Tree
 from jaxckpt.storage import Storage
 
 _MAX_DIRECT_BYTES: Final = 64 << 10
@@ -108,8 +108,9 @@ def plan_writes(
 def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[str, bytes]:
     """Returns the metadata files of a tree, by name in its item."""
     files = {names.TREE_METADATA: tree.encode(saved)}
-    if any(leaf.value is not None for leaf in saved.leaves):
-        files[names.STRINGS] = texts_of(saved.leaves)
+    texts = {leaf.name: leaf.value for leaf in saved.leaves if leaf.value is not None}
+    if texts:
+        files[names.STRINGS] = encode_texts(texts)
     if shardings:
         files[names.SHARDING] = sharding.encode(shardings)
     device = {
@@ -122,9 +123,8 @@ def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[
     return files
 
 
-def texts_of(leaves: Sequence[Leaf]) -> bytes:
-    """Returns the file of all text leaves; UnsupportedLeaf if two cannot both be stored."""
-    texts = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
+def encode_texts(texts: Mapping[str, str]) -> bytes:
+    """Returns the file of text leaves, by name; UnsupportedLeaf if two cannot both be stored."""
     try:
         return step.encode_strings(texts)
     except ValueError as error:

@@ -38,7 +38,7 @@ from jaxckpt._core.transfer import (
     to_default_device,
     to_device,
 )
-from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.chunks import Buffers, LeafRead
 from jaxckpt._disk.find import (
     at_rest,
     marked_as,
@@ -432,11 +432,11 @@ def _values(
 
 def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:
     """Returns the dtype to read into: the final dtype, unless the leaf is stored as another."""
-    saved, stored = plan.saved, dtype_of(plan.saved.array.dtype)
-    return stored if plan.dtype is None or saved.dtype != saved.array.dtype else plan.dtype
+    saved, stored = plan.saved, plan.saved.array.dtype
+    return dtype_of(stored) if plan.dtype is None or saved.dtype != stored else plan.dtype
 
 
-def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
+def _inline(plan: LeafPlan) -> Buffers:
     """Returns the parts of a value that is in the metadata."""
     value = plan.saved.value
     if not isinstance(value, np.ndarray):
@@ -445,7 +445,7 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     return {box: np.array(value[box.slices]) for box in boxes}
 
 
-def _convert(where: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
+def _convert(where: str, plan: LeafPlan, parts: Buffers) -> object:
     saved, wanted = plan.saved, plan.wanted
     if saved.kind == "empty":
         return pytree.empty_value(saved)
@@ -453,7 +453,7 @@ def _convert(where: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]])
         return ...
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
-    parts = {box: _as_wanted(plan, values, where) for box, values in parts.items()}
+    parts = _as_wanted(plan, parts, where)
     if plan.resized:
         parts = {box: _resized(plan, box, parts) for box in plan.boxes}
     if plan.kind == "key":
@@ -480,20 +480,19 @@ def _convert(where: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]])
     return {"int": int, "float": float, "complex": complex, "bool": bool}[plan.kind](values.item())
 
 
-def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
-    saved = plan.saved
-    if saved.kind in ("str", "bytes", "key") or plan.dtype is None:
-        return values
+def _as_wanted(plan: LeafPlan, parts: Buffers, where: str) -> Buffers:
+    saved, dtype = plan.saved, plan.dtype
+    if saved.kind in ("str", "bytes", "key") or dtype is None:
+        return parts
     if saved.stored is not None and saved.dtype != saved.stored.dtype:
-        values = values.view(dtype_of(saved.dtype))
-    if values.dtype != plan.dtype:
-        values = cast(values, plan.dtype, leaf=path_text(plan.path), where=where)
-    return values if plan.bits is None else values.view(plan.bits)
+        parts = {box: values.view(dtype_of(saved.dtype)) for box, values in parts.items()}
+    if {values.dtype for values in parts.values()} - {dtype}:
+        options = {"leaf": path_text(plan.path), "where": where}
+        parts = {box: cast(values, dtype, **options) for box, values in parts.items()}
+    return parts if plan.bits is None else {box: v.view(plan.bits) for box, v in parts.items()}
 
 
-def _resized(
-    plan: LeafPlan, box: Box, parts: Mapping[Box, np.ndarray[Any, Any]]
-) -> np.ndarray[Any, Any]:
+def _resized(plan: LeafPlan, box: Box, parts: Buffers) -> np.ndarray[Any, Any]:
     """Returns a part of an array of the wanted shape: what was saved there, and zeros."""
     values = np.zeros(box.shape, plan.dtype)
     if (part := box.intersect(whole(plan.saved.shape))) is not None:
@@ -516,9 +515,7 @@ def _decode_text(data: bytes, saved: Leaf) -> str:
         raise CorruptCheckpoint(f"leaf {saved.text} is not UTF-8 text", leaf=saved.text) from error
 
 
-def _wrap_key(
-    plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], impl: str | None
-) -> jax.Array:
+def _wrap_key(plan: LeafPlan, parts: Buffers, impl: str | None) -> jax.Array:
     saved = plan.saved
     rank = len(saved.shape if saved.kind == "key" else plan.wanted.shape)  # pyright: ignore[reportOptionalMemberAccess]
     data_shape = saved.shape if saved.stored is None else saved.stored.shape

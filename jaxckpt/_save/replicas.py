@@ -22,12 +22,13 @@ from jaxckpt._core import fingerprint, transfer
 from jaxckpt._core.box import from_index
 from jaxckpt._core.plan import Group, placement_of
 from jaxckpt._core.select import Globs, selector
+from jaxckpt.format.tree import path_text
 from jaxckpt.multihost import Json, Processes
 
 if TYPE_CHECKING:  # which needs jax
     import jax
 
-    from jaxckpt._save.tree_plan import Array, TreePlan
+    from jaxckpt._save.tree_plan import TreePlan
 
 _MOST_NAMED: Final = 8  # differences
 # So many of the processes whose digests should be equal tell one for each shard if they are not.
@@ -78,26 +79,24 @@ class Replicas:
         self._taken: list[tuple[_Shard, Any]] = []
         self._digests: dict[str, list[tuple[_Shard, str]]] = {}  # by the name that `said` gives
 
-    def add(self, tree: TreePlan, values: Sequence[Array], item: str = "") -> None:
+    def add(self, tree: TreePlan, values: Sequence[Any], item: str = "") -> None:
         """Begins to take the fingerprints of an item, whose values may change afterwards."""
-        import jax
-
         if not self.compares:
             return
         chosen = selector(None, self._skip)
         of_item = "" if item == self._main else f" of item {item}"
         alike: dict[Any, list[tuple[Group, list[int]]]] = {}
-        leaves = (leaf for leaf in tree.tree.leaves if leaf.has_array)
-        for leaf, value in zip(leaves, values, strict=True):
-            if isinstance(value, jax.Array) and value.size and chosen(leaf.path):
-                key = value.sharding, value.shape
-                if key not in alike:
-                    alike[key] = _replicas_here(value, self._processes)
+        for path, sharding, value in zip(tree.array_paths, tree.placed, values, strict=True):
+            if sharding is None or not value.size:
+                continue
+            if (key := (sharding, value.shape)) not in alike:
+                alike[key] = _replicas_here(value, self._processes)
+            if alike[key] and chosen(path):
                 # `addressable_data` has the first replica in place of each.
-                shards = value.addressable_shards if alike[key] else ()
+                shards = value.addressable_shards
                 for holders, positions in alike[key]:
                     here = [shards[i] for i in positions]
-                    self._taken.append(_take(f"{leaf.text}{of_item}", holders, here))
+                    self._taken.append(_take(f"{path_text(path)}{of_item}", holders, here))
 
     def compare(self) -> None:
         """Compares the replicas of this process, whose values are then released.
@@ -203,7 +202,7 @@ def _between(told: Sequence[Any]) -> list[str]:
     return problems[:_MOST_NAMED]
 
 
-def _replicas_here(value: jax.Array, processes: Processes) -> list[tuple[Group, list[int]]]:
+def _replicas_here(value: Any, processes: Processes) -> list[tuple[Group, list[int]]]:
     """Returns the holders of each replicated shard here, and its places in `addressable_shards`."""
     placement = placement_of(value.sharding, value.shape, processes.process_of)
     groups = placement.grid.of(processes.index)

@@ -106,8 +106,9 @@ def save_async(
 ) -> SaveHandle:
     """Starts saving a tree and returns when the tree may be donated, deleted or changed.
 
-    Takes the arguments of `save` and raises its errors; the handle raises later errors. The
-    interpreter exits only after the save has ended.
+    Takes the arguments of `save`. Errors of arguments and of the tree, such as UnsupportedLeaf, are
+    raised here, as by `save`; the handle raises later errors. The interpreter exits only after the
+    save has ended.
     """
     options = {"item": item, "dtype": dtype, "compression": compression}
     options["on_progress"] = on_progress

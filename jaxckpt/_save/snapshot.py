@@ -24,6 +24,7 @@ from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
 from jaxckpt.errors import TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, names, step
+from jaxckpt.format.tree import path_text
 from jaxckpt.multihost import Group, Json, Processes
 from jaxckpt.storage import Storage
 
@@ -272,8 +273,8 @@ def take_tree(
         return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes)
     except TreeMismatch as error:
         one = error.differences[0]
-        leaf = [leaf for leaf in tree.tree.leaves if leaf.has_array][int(one.leaf)]
+        path = path_text(tree.array_paths[int(one.leaf)])
         raise UnsupportedLeaf(
-            f"leaf {leaf.text} cannot be saved as {one.wanted}: it is {one.saved}. Nothing was "
+            f"leaf {path} cannot be saved as {one.wanted}: it is {one.saved}. Nothing was "
             "written. Choose a dtype that holds its values."
         ) from None

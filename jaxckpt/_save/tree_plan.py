@@ -2,6 +2,8 @@
 
 A training loop saves the same tree many times with different values. A `TreePlan` has everything
 else (names, plan, metadata files). Recognising a tree takes a fraction of the time of planning it.
+The caller of a save waits for the checks and for the shards to take, and for nothing else: leaves,
+keys and files are made when they are first used, in the background.
 The cache holds the last few plans with the trees' static data, like `jax.jit`, but no arrays.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -19,15 +21,16 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxckpt._core.cast import is_floating
+from jaxckpt._core.collector import paused
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
 from jaxckpt._core.transfer import Shard, sources_of
-from jaxckpt._disk.writer import WritePlan, compressed, metadata_files, plan_writes, texts_of
+from jaxckpt._disk.writer import WritePlan, compressed, encode_texts, metadata_files, plan_writes
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import ARRAY_KINDS, Leaf, Tree
+from jaxckpt.format.tree import ARRAY_KINDS, Path, Tree, path_text
 from jaxckpt.multihost import Processes
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -40,10 +43,29 @@ _MAX_CACHED: Final = 8
 class TreePlan:
     """All facts about a tree that a save needs, except its values."""
 
-    tree: Tree  # as in `_METADATA`
-    shardings: Mapping[str, SavedSharding]  # by leaf name
+    flat: Flat
+    placed: tuple[jax.sharding.Sharding | None, ...]  # of each array; None for a value on the host
     plan: SavePlan  # has the chunks that this process writes
     sources: tuple[Shard, ...]  # the shards with these chunks
+
+    @property
+    def array_paths(self) -> list[Path]:
+        """Returns the paths of the leaves that are stored as arrays."""
+        return [self.flat.paths[i] for i in self.flat.arrays]
+
+    # What follows takes longer than all of the above, so it is made in the background.
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Returns the tree, as in `_METADATA`."""
+        leaves, root, stored = self.flat.leaves(self.plan.stored), self.flat.root, self.plan.stored
+        return Tree(leaves=leaves, root=root, typed=True, uses_ocdbt=bool(stored))
+
+    @cached_property
+    def shardings(self) -> Mapping[str, SavedSharding]:
+        """Returns the shardings, by leaf name."""
+        placed = zip(self.array_paths, self.placed, strict=True)
+        return {".".join(path): saved_sharding(one) for path, one in placed if one is not None}
 
     @cached_property
     def writes(self) -> WritePlan:
@@ -53,7 +75,7 @@ class TreePlan:
     @cached_property
     def held(self) -> WritePlan:
         """Returns the writes of the other chunks that this process holds, if the plan has them."""
-        return self._writes_of(replace(self.plan, writes=self.plan.held))
+        return self._writes_of(self.plan.held)
 
     def _writes_of(self, plan: SavePlan) -> WritePlan:
         prefixes = [leaf.prefix for leaf in self.tree.leaves if leaf.has_array]
@@ -93,16 +115,16 @@ def plan_tree(
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
-    form = _form_of(value, processes, dtype, zstd, holds=holds)
+    form, leaves = _form_of(value, processes, dtype, zstd, holds)
     if form is not None and (cached := _find(form)) is not None:
         if cached is not _cache[0]:
             _put_first(cached)
-        return cached.planned, [stored_value(kind, form.leaves[i]) for i, kind in cached.wanted]
-    flat = flatten(value)
-    if dtype is not None:
-        flat = replace(flat, leaves=tuple(_cast_leaf(leaf, dtype) for leaf in flat.leaves))
-    values = [v for v in flat.values if v is not None]
-    planned = _work_out(flat, values, processes, zstd, holds=holds)
+        return cached.planned, [stored_value(kind, leaves[i]) for i, kind in cached.wanted]
+    with paused():
+        flat, values = flatten(value)
+        if dtype is not None:
+            flat = replace(flat, facts=[_cast(facts, dtype) for facts in flat.facts])
+        planned = _work_out(flat, values, processes, zstd, holds=holds)
     if form is not None:
         _put(form, planned)
     return planned, values
@@ -111,19 +133,8 @@ def plan_tree(
 # --- recognising a tree ----------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class _Form:
-    """Everything that a plan depends on. Equal forms have equal plans; values are not compared."""
-
-    processes: Processes
-    facts: list[Any]  # the type of each leaf, with its shape, dtype and sharding
-    keys: list[Any]  # the path of each leaf, since static data may name keys and change in place
-    text: str  # of the treedef, since treedefs with static data 1 and True are equal
-    treedef: Any
-    dtype: str | None  # as in `plan_tree`
-    zstd: int | None
-    holds: bool
-    leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
+# Everything that a plan depends on. Equal forms have equal plans; values are not compared.
+_Form = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +143,7 @@ class _Cached:
 
     form: _Form
     planned: TreePlan
-    wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_Form.leaves` and its kind
+    wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_form_of` and its kind
 
 
 _cache: tuple[_Cached, ...] = ()  # the latest first
@@ -148,9 +159,10 @@ def _find(form: _Form) -> _Cached | None:
 
 
 def _put(form: _Form, planned: TreePlan) -> None:
-    with_values = [leaf for leaf in planned.tree.leaves if leaf.kind != "empty"]
-    wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
-    _put_first(_Cached(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
+    kinds, arrays = [facts["kind"] for facts in planned.flat.facts], {*planned.flat.arrays}
+    full = [i for i, kind in enumerate(kinds) if kind != "empty"]
+    wanted = tuple([(n, kinds[i]) for n, i in enumerate(full) if i in arrays])
+    _put_first(_Cached(form=form, planned=planned, wanted=wanted))
 
 
 def _put_first(cached: _Cached) -> None:
@@ -159,29 +171,20 @@ def _put_first(cached: _Cached) -> None:
         _cache = (cached, *(other for other in _cache if other is not cached))[:_MAX_CACHED]
 
 
-def _form_of(
-    value: object, processes: Processes, dtype: str | None, zstd: int | None, *, holds: bool
-) -> _Form | None:
-    """Returns None for a tree with leaves that only `flatten` can judge."""
+def _form_of(value: object, *options: Any) -> tuple[_Form | None, list[Any]]:
+    """Returns the form of a tree and its leaves, without None and empty containers, like jax.
+
+    The form is None for a tree with leaves that only `flatten` can judge.
+    """
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
         leaves = [leaf for _, leaf in pairs]
         facts = [_facts(leaf) for leaf in leaves]
-        if None in facts:
-            return None
-        return _Form(
-            processes=processes,
-            facts=facts,
-            keys=[keys for keys, _ in pairs],
-            text=str(treedef),
-            treedef=treedef,
-            dtype=dtype,
-            zstd=zstd,
-            holds=holds,
-            leaves=leaves,
-        )
+        # Static data may name keys, and change in place; treedefs with 1 and True in it are equal.
+        form = (*options, facts, [keys for keys, _ in pairs], str(treedef), treedef)
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
-        return None
+        return None, []
+    return None if None in facts else form, leaves
 
 
 def _facts(leaf: Any) -> object:
@@ -217,42 +220,45 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 def _work_out(
     flat: Flat, values: Sequence[Array], processes: Processes, zstd: int | None, *, holds: bool
 ) -> TreePlan:
-    texts_of(flat.leaves)  # at once, not in the background
-    arrays_of = [leaf for leaf in flat.leaves if leaf.has_array]
+    # At once, not in the background.
+    texts = zip(flat.paths, flat.facts, strict=True)
+    encode_texts({".".join(path): facts["value"] for path, facts in texts if "value" in facts})
     dtypes = [
-        dtype_of(leaf.dtype) if leaf.kind in ARRAY_KINDS else np.dtype(value.dtype)
-        for leaf, value in zip(arrays_of, values, strict=True)
+        dtype_of(facts["dtype"]) if facts["kind"] in ARRAY_KINDS else np.dtype(value.dtype)
+        for facts, value in zip([flat.facts[i] for i in flat.arrays], values, strict=True)
     ]
-    specs = [_spec(v, processes, dtype) for v, dtype in zip(values, dtypes, strict=True)]
-    _check_process_0_sees(arrays_of, specs)
+    placed = [value.sharding if isinstance(value, jax.Array) else None for value in values]
+    alike: dict[Any, ArraySpec] = {}  # thousands of leaves may be
+    specs = []
+    for value, dtype, sharding in zip(values, dtypes, placed, strict=True):
+        if (key := (value.shape, dtype, sharding)) not in alike:
+            alike[key] = _spec(value, processes, dtype)
+        specs.append(alike[key])
     plan = plan_save(specs, process=processes.index, holds=holds)
-    plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
-    stored = iter(plan.stored)
-    leaves = tuple(
-        replace(leaf, stored=next(stored)) if leaf.has_array else leaf for leaf in flat.leaves
-    )
-    return TreePlan(
-        tree=Tree(leaves=leaves, root=flat.root, typed=True, uses_ocdbt=bool(plan.stored)),
-        shardings=_shardings(flat),
-        plan=plan,
-        sources=sources_of(values, dtypes, plan),
-    )
+    if zstd is not None:
+        plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
+    sources = sources_of(values, dtypes, plan)
+    planned = TreePlan(flat=flat, placed=tuple(placed), plan=plan, sources=sources)
+    if any(spec.placement is not None and spec.placement.grid.only for spec in alike.values()):
+        _refuse_hidden(planned.array_paths, specs)
+    return planned
 
 
-def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) -> None:
+def _refuse_hidden(paths: Sequence[Path], specs: Sequence[ArraySpec]) -> None:
     """Rejects arrays on a single process k > 0, which k would take for host values."""
-    for leaf, spec in zip(leaves, specs, strict=True):
+    for path, spec in zip(paths, specs, strict=True):
         if spec.placement is not None and spec.placement.grid.only:
             raise UnsupportedLeaf(
-                f"leaf {leaf.text} is only on devices of process {spec.placement.grid.only}. Put "
-                "it on a mesh with devices of process 0 or of several processes."
+                f"leaf {path_text(path)} is only on devices of process "
+                f"{spec.placement.grid.only}. Put it on a mesh with devices of process 0 or of "
+                "several processes."
             )
 
 
-def _cast_leaf(leaf: Leaf, dtype: str) -> Leaf:
-    """Returns the leaf with another dtype if it is a floating-point array."""
-    is_cast = leaf.kind in ARRAY_KINDS and is_floating(leaf.dtype)
-    return replace(leaf, dtype=dtype) if is_cast else leaf
+def _cast(facts: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
+    """Returns the facts with another dtype if they are of a floating-point array."""
+    is_cast = facts["kind"] in ARRAY_KINDS and is_floating(facts["dtype"])
+    return {**facts, "dtype": dtype} if is_cast else facts
 
 
 def _spec(value: Array, processes: Processes, dtype: np.dtype[Any]) -> ArraySpec:
@@ -276,14 +282,6 @@ def _is_host_local(value: jax.Array, processes: Processes) -> bool:
     # Simulated processes can address all devices of this process; real processes only their own.
     devices = value.sharding.device_set
     return len(devices) == 1 or {processes.process_of(d) for d in devices} == {processes.index}
-
-
-def _shardings(flat: Flat) -> dict[str, SavedSharding]:
-    return {
-        leaf.name: saved_sharding(value.sharding)
-        for leaf, value in zip(flat.leaves, flat.values, strict=True)
-        if leaf.kind in ("array", "key") and isinstance(value, jax.Array)
-    }
 
 
 @lru_cache(maxsize=1 << 12)

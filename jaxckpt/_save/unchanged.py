@@ -46,6 +46,7 @@ from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
+from jaxckpt.format.tree import path_text
 from jaxckpt.storage import Storage, together
 
 # At each so manieth step, shards that changed get fingerprints again.
@@ -112,7 +113,7 @@ class Base:
         self.trusted[file] = 0 if bad else TRUSTED
         if bad:
             self.bad[file] = bad
-            leaves = [leaf.text for leaf in self.tree.tree.leaves if leaf.has_array]
+            leaves = [*map(path_text, self.tree.array_paths)]
             which = dict.fromkeys(leaves[self.tree.sources[chunk.source].array] for chunk in bad)
             yield (
                 f"{shared} is damaged in leaf {', '.join([*which][:8])}. The next step writes it "

@@ -795,7 +795,7 @@ def test_a_share_has_all_chunks_of_its_shards(case):
     for process in range(count):
         plan = plan_save(arrays, process=process, holds=True)
         assert plan.writes == plan_save(arrays, process=process).writes
-        chunks = [(write.array, write.box) for write in (*plan.writes, *plan.held)]
+        chunks = [(write.array, write.box) for write in (*plan.writes, *plan.held.writes)]
         assert len(chunks) == len({*chunks})
         for i, array in enumerate(arrays):
             sizes = [box.size for j, box in chunks if j == i]

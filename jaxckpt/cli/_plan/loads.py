@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -67,7 +67,7 @@ def loads_of(tree: PlannedTree, cluster: Cluster) -> list[HostLoads]:
     specs = [one.spec for one in tree.leaves]
     plans = [plan_save(specs, process=i, holds=True) for i in range(cluster.hosts)]
     mine = [_written(tree, plan, i) for i, plan in enumerate(plans)]
-    held = [_written(tree, replace(p, writes=p.held), i, held=True) for i, p in enumerate(plans)]
+    held = [_written(tree, p.held, i, held=True) for i, p in enumerate(plans)]
     places = {key: place for written in mine for key, place in written.places.items()}
     device_bytes = sum(map(_shard_bytes, tree.leaves))
     found = []

@@ -19,7 +19,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt._core.plan import ArraySpec, plan_save
-from jaxckpt._core.pytree import Flat, flatten, is_empty, is_key_dtype, key_path
+from jaxckpt._core.pytree import flatten, is_empty, is_key_dtype, key_path
 from jaxckpt._core.text import shown
 from jaxckpt._restore.placement import ShardingChooser
 from jaxckpt._save.tree_plan import stored_dtype
@@ -129,13 +129,11 @@ def planned(tree: object, specs: Specs, cluster: Cluster) -> PlannedTree:
     An axis of a spec that the mesh lacks, or that does not divide its dimension, is left out.
     """
     flat = _flat(tree)
-    shapes = {leaf.path: leaf.shape for leaf in flat.leaves}
-    saved = {
-        leaf.name: _saved(specs[leaf.path], cluster) for leaf in flat.leaves if leaf.path in specs
-    }
+    shapes = {leaf.path: leaf.shape for leaf, _ in flat}
+    saved = {leaf.name: _saved(specs[leaf.path], cluster) for leaf, _ in flat if leaf.path in specs}
     chooser = ShardingChooser(mesh=cluster.mesh, shardings=None, saved=lambda: saved)
     found: list[tuple[Leaf, ArraySpec, Any]] = []
-    for leaf, value in zip(flat.leaves, flat.values, strict=True):
+    for leaf, value in flat:
         if value is None:
             continue
         sharding, placement = None, None
@@ -164,8 +162,8 @@ def _saved(spec: Sequence[Any], cluster: Cluster) -> SavedSharding:
     return SavedSharding(axis_names=tuple(names), spec=tuple(entries))
 
 
-def _flat(tree: object) -> Flat:
-    """Takes a tree of `jax.ShapeDtypeStruct`s apart, like a tree of arrays."""
+def _flat(tree: object) -> list[tuple[Leaf, Any]]:
+    """Returns the leaves and arrays of a tree of `jax.ShapeDtypeStruct`s."""
     abstract: dict[int, Any] = {}
 
     def zeros(value: Any) -> object:
@@ -180,14 +178,15 @@ def _flat(tree: object) -> Flat:
         abstract[id(array)] = value
         return array
 
-    flat = flatten(tree_util.tree_map(zeros, tree, is_leaf=is_empty))
-    leaves = []
-    for leaf, value in zip(flat.leaves, flat.values, strict=True):
+    flat, values = flatten(tree_util.tree_map(zeros, tree, is_leaf=is_empty))
+    leaves, arrays = [], iter(values)
+    for leaf in flat.leaves():
+        value = next(arrays) if leaf.has_array else None
         of = abstract.get(id(value))
         if of is not None and is_key_dtype(of.dtype):
             impl = str(of.dtype._impl.name)  # no public way from a dtype
             leaf = replace(leaf, kind="key", dtype=of.dtype.name, shape=of.shape, key_impl=impl)
         elif of is not None:
             leaf = replace(leaf, kind="array")
-        leaves.append(leaf)
-    return replace(flat, leaves=tuple(leaves))
+        leaves.append((leaf, value))
+    return leaves
