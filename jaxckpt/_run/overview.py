@@ -36,7 +36,9 @@ from jaxckpt.format.run import guess_names, is_like_step
 from jaxckpt.storage import PathIn, Storage, files_in, listed, locate, now
 from jaxckpt.types import StepInfo
 
-FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE, names.OWNER})
+FIRST: Final = frozenset(
+    {names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE, names.OWNER, names.LEDGER}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
