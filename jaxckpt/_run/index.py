@@ -59,7 +59,7 @@ _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
 )
 _ROOT_FILES: Final = frozenset(
-    {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
+    {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK, names.STEPS}
 )
 
 STRAY: Final = "not part of the run; left alone"

@@ -325,6 +325,17 @@ ROWS = {
         "have a flipped bit: a step restores whose chunks are all on some disk, and no wrong value",
         count=109,
     ),
+    "56": Row(
+        title="disks without a process: other shares, and peers that are stopped, late or have a "
+        "flipped bit: the newest step whose chunks are all on some disk, and no wrong value",
+        count=110,
+    ),
+    "57r": Row(
+        title="one of four hosts in network namespaces is killed and its disk wiped, or two are "
+        "lost and one disk is a peer: the newest local step, and no value from the directory",
+        count=4,
+        target="faults-root",
+    ),
 }
 
 
