@@ -72,6 +72,13 @@ class Network:
         files = [f"/run/netns/{self._host(index)}" for index in range(self._count)]
         return {"count": self._count, "namespaces": files, "address": FIRST}
 
+    def limit(self, line):
+        """Limits what each host sends, in MB/s."""
+        for index in range(self._count):
+            rate = ["rate", f"{line * 8:g}mbit", "burst", "128kb", "latency", "400ms"]
+            there = ["netns", "exec", self._host(index), "tc", "qdisc", "add", "dev", "eth"]
+            ip(*there, "root", "tbf", *rate)
+
     @contextlib.contextmanager
     def serving(self, index, directory):
         """Serves files of a directory at port 8000 of a host; yields the process."""
