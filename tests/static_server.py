@@ -23,12 +23,15 @@ class Files(http.server.SimpleHTTPRequestHandler):
         seen: Receives the path and the headers of each request.
         change: Takes a path and the bytes to send, and returns the bytes that are sent.
         has_ranges: Whether it sends parts of files.
+        moved: The URL of another server, to which it redirects; or "".
     """
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, *args, login="", seen=None, change=None, has_ranges=True, **options):
-        self.login, self.has_ranges = login, has_ranges
+    def __init__(
+        self, *args, login="", seen=None, change=None, has_ranges=True, moved="", **options
+    ):
+        self.login, self.has_ranges, self.moved = login, has_ranges, moved
         self.seen = [] if seen is None else seen
         self.change = change or (lambda path, data: data)
         super().__init__(*args, **options)
@@ -38,6 +41,8 @@ class Files(http.server.SimpleHTTPRequestHandler):
         wanted = f"Basic {base64.b64encode(self.login.encode()).decode()}"
         if self.login and self.headers["Authorization"] != wanted:
             return self.answer(401, b"", {"WWW-Authenticate": 'Basic realm="files"'})
+        if self.moved:
+            return self.answer(302, b"", {"Location": self.moved + self.path})
         file = self.translate_path(self.path)
         if not os.path.isfile(file):
             return self.answer(404, b"")

@@ -230,7 +230,7 @@ class Coverage:
         mine = {*missing[self.processes.index :: self.processes.count]} - self._asked
         self._asked |= {*missing}
         got: dict[Wanted, Entry] = {}
-        for index in self.peers.having(self.step):
+        for index in self.peers.having(self.step) if mine else ():
             if wanted := mine - got.keys():
                 try:
                     got |= self._copy(index, wanted)

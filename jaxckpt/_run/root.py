@@ -88,8 +88,8 @@ class Root:
         if not (self.peers.urls and self.group.leads):
             return
         index = self.index
-        listed = [*index.listing().steps.values(), posixpath.basename(index.path(step))]
         try:
+            listed = [*index.listing().steps.values(), posixpath.basename(index.path(step))]
             index.storage.write(f"{index.root}/{names.STEPS}", run.encode_steps(listed))
         except OSError as error:
             index.report(f"peers do not find the newest steps in {index.root}: {error}")

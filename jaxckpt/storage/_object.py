@@ -60,7 +60,7 @@ _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
 # A peer that is late by so much is left out, since there is another place to read from.
-_PEER: Final = StoreSettings(timeout_s=20.0, stall_s=10.0, tries=1)
+_PEER: Final = StoreSettings(timeout_s=60.0, stall_s=10.0, tries=1)
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 

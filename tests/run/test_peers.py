@@ -171,6 +171,25 @@ def test_the_password_is_sent_and_never_shown(tmp_path, monkeypatch, caplog):
     assert any("JAXCKPT_PEER_USER" in text for text in problems)
 
 
+def test_a_redirect_does_not_carry_the_password(tmp_path, monkeypatch):
+    train(tmp_path)
+    monkeypatch.setenv("JAXCKPT_PEER_USER", "ann")
+    monkeypatch.setenv("JAXCKPT_PEER_PASSWORD", "s3cret")
+    first: list = []
+    other: list = []
+    with (
+        served(tmp_path / "host0", seen=other) as there,
+        served(tmp_path, seen=first, moved=there) as url,
+    ):
+        assert restored(tmp_path, [url])[0] == NEWEST
+
+    lower = [[{k.lower() for k in headers} for _, headers in seen] for seen in (first, other)]
+    assert lower[0]
+    assert all("authorization" in headers for headers in lower[0])
+    assert lower[1]
+    assert not any("authorization" in headers for headers in lower[1])
+
+
 @pytest.mark.parametrize("url", ["http://ann:s3cret@host/", "ftp://host/", "http://host/?a=b", 3])
 def test_a_peer_is_a_plain_url(url):
     with pytest.raises(ValueError, match="JAXCKPT_PEER_PASSWORD") as raised:
