@@ -52,9 +52,11 @@ class Peers:
             self._found = [one for found in at_once(self._ask, self.urls) for one in found]
         return self._found
 
-    def having(self, step: int) -> list[StepIndex]:
-        """Returns the roots at peers that have a step."""
-        return [one for one in self.there() if step in one.steps()]
+    def having(self, step: int) -> Iterator[StepIndex]:
+        """Yields the roots at peers that have a step, and are not left out meanwhile."""
+        for one in self.there():
+            if one in self.there() and step in one.steps():
+                yield one
 
     def leave(self, index: StepIndex, error: Exception) -> None:
         """Reports why a root is of no use; leaves out its whole peer if that does not answer."""
@@ -92,23 +94,23 @@ class Peers:
     def _root(self, storage: Storage, root: str) -> StepIndex:
         """Returns the steps of a root, whose listings are made from the records of the steps."""
         files: dict[str, Entry] = {}
-        records: dict[str, bytes] = {}
+        small: dict[str, bytes] = {}  # what shows which steps there are, as in a listing
         file = f"{root}/{names.STEPS}"
         data = storage.read(file, max_bytes=run.MAX_BYTES)
         for step in run.decode_steps(data, file=file)[-_MOST:]:
-            file = f"{root}/{step}/{names.RECORD}"
+            paths = [f"{root}/{step}/{name}" for name in (names.RECORD, names.CHECKPOINT_METADATA)]
             try:
-                data = storage.read(file, max_bytes=MAX_RECORD_BYTES)
-                recorded = decode_record(data, file=file).files
+                first = {path: storage.read(path, max_bytes=MAX_RECORD_BYTES) for path in paths}
+                recorded = decode_record(first[paths[0]], file=paths[0]).files
             except FileNotFoundError:  # it was deleted, or not committed
                 continue
             except CorruptCheckpoint as error:
                 self.report(str(error))
                 continue
+            small |= first
             files |= {f"{step}/{name}": Entry("file", one.size) for name, one in recorded.items()}
             # On a disk, a step has its name only once it is committed.
-            files[f"{step}/{names.COMMIT_MARKER}"] = Entry("file", 0)
-            files[f"{step}/{names.RECORD}"] = Entry("file", len(data))
-            records[file] = data
-        view = Ahead(storage, root, files, records)
+            for name in (names.RECORD, names.COMMIT_MARKER):
+                files[f"{step}/{name}"] = Entry("file", 0)
+        view = Ahead(storage, root, files, small)
         return StepIndex(view, root, self.naming, quiet=True)

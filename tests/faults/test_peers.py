@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.format import names
 from tests.faults.test_coverage import FOUR, STEPS, run
 from tests.run.test_peers import NOWHERE, restored, train
 from tests.static_server import served, serving
@@ -91,18 +92,19 @@ def test_a_stopped_server_is_left_out(trial, ram_path, other):
         assert any(url in text and "left out" in text for text in problems)
 
 
-def test_a_server_that_stops_while_it_sends_is_left_out(trial, ram_path):
-    """Its values are late, so the next peer sends them."""
+@pytest.mark.parametrize("at", [names.RUN, names.RECORD, names.TREE_METADATA, "a value"])
+def test_a_server_that_stops_while_it_sends_is_left_out(trial, ram_path, at):
+    """What it sends is late, so the next peer is read."""
     train(ram_path)
     goes_on = threading.Event()
 
     def late(path, data):
-        if "/d/" in path and len(data) > 1 << 13:
+        if path.endswith(at) or (at == "a value" and "/d/" in path and len(data) > 1 << 13):
             goes_on.wait(LIMIT_S)
         return data
 
     with (
-        trial("56", "stopped while it sends"),
+        trial("56", f"stopped while it sends {at}"),
         served(ram_path / "host0", change=late) as url,
         served(ram_path / "host0") as good,
     ):
