@@ -52,6 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
             "save": {"every_steps": None},  # steps that are saved only there, besides
             "keep": {"last": 2},  # and how many stay there
             "durable_timeout_s": 600.0,  # how long the bucket may be away
+            "peers": [],  # URLs where servers of files have the disks of other hosts
         },
     )
     return config

@@ -35,6 +35,7 @@ A local tier in front of the directory:
     tiers        where a step is saved, and goes then
     local        which steps on a disk are of this run
     shares       what each process saved on the disk of its own host
+    peers        where else there may be steps of this run
     disks        what the disk of a process has of a step, for other processes
     coverage     a step restored from the disks of all hosts together
     upload       a step copied to another root

@@ -17,6 +17,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import LEARNED, SavePolicy
 from jaxckpt.format import names
 from jaxckpt.multihost import Processes, check_alike
+from jaxckpt.storage._settings import check_peer
 
 MANAGER: Final = "CheckpointManager"
 _LOCAL: Final = "LocalTier"
@@ -46,6 +47,9 @@ class LocalTier:
         keep: Decides which steps stay here, besides those that wait to be uploaded.
         durable_timeout_s: How long the run's directory may be away before an upload is given up,
             and how long closing waits for uploads.
+        peers: URLs, `http://` or `https://`, where a server of files has the local directories of
+            other hosts. Chunks that no disk of the job has are read there before the run's
+            directory. `JAXCKPT_PEER_USER` and `JAXCKPT_PEER_PASSWORD` are the user and password.
 
     Example:
         >>> LocalTier("/mnt/nvme/run", save=SavePolicy(every_steps=10)).keep.last
@@ -57,12 +61,17 @@ class LocalTier:
     save: SavePolicy | None = None
     keep: KeepPolicy = KeepPolicy(last=2)  # noqa: RUF009  # frozen
     durable_timeout_s: float = 600.0
+    peers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_type(_LOCAL, "directory", self.directory, str | os.PathLike, "a path")
         check_type(_LOCAL, "save", self.save, SavePolicy | None, _KINDS["save"][1])
         check_type(_LOCAL, "keep", self.keep, *_KINDS["keep"])
         check_positive(_LOCAL, durable_timeout_s=self.durable_timeout_s)
+        if isinstance(self.peers, str):
+            raise TypeError(f"{_LOCAL}: peers must be a list of URLs, got one text")
+        for url in self.peers:
+            check_peer(url)
 
 
 LocalTier.__init__ = explained(_LOCAL)(LocalTier.__init__)

@@ -68,51 +68,30 @@ def over_disks(disks: Disks, directory: Mapping[int, str | None]) -> list[Copy]:
     return copies
 
 
-def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest step on the disks if it is newer than all copies, and its problems.
-
-    Args:
-        copies: The result of `over_disks`.
-
-    Returns:
-        The step, and by process why its disk is of no use; None if the newest step can be read.
-
-    Example:
-        >>> unusable([{10: "a", 20: "b"}, {10: "a"}], over_disks([{10: "a"}, {10: "a"}], {}))
-        (20, {1: 'lacks its part'})
-    """
-    step = max(set().union(*disks), default=-1)
-    if step < 0 or any(copy.step >= step for copy in copies):
-        return None
-    saves = [disk.get(step) for disk in disks]
-    first = next(save for save in saves if save is not None)
-    others = {i: save for i, save in enumerate(saves) if save != first}
-    return step, {
-        i: "lacks its part" if save is None else "has its part of another save"
-        for i, save in others.items()
-    }
-
-
 def with_united(
-    copies: Sequence[Copy], disks: Disks, directory: Mapping[int, str | None]
+    copies: Sequence[Copy],
+    disks: Disks,
+    directory: Mapping[int, str | None],
+    others: Disks = (),
 ) -> list[Copy]:
-    """Returns the copies to try, and those that all disks together may have, of one save.
+    """Returns the copies to try, and those that all disks together may have.
 
     A process whose disk lacks a step reads it from other disks rather than from the directory.
 
     Args:
         copies: The result of `over_disks`.
+        others: Like `disks`, for places without a process.
 
     Example:
         >>> disks = [{10: "a", 20: "b"}, {10: "a"}]
-        >>> [copy[:4] for copy in with_united(over_disks(disks, {}), disks, {})]
-        [(20, 0, (1,), True), (10, 0, (), False), (10, 0, (), True)]
+        >>> [copy[:4] for copy in with_united(over_disks(disks, {}), disks, {}, [{30: "c"}])]
+        [(30, 0, (0, 1), True), (20, 0, (1,), True), (10, 0, (), False), (10, 0, (), True)]
     """
     united = []
-    for step in set().union(*disks):
+    for step in set().union(*disks, *others):
         lacking = tuple(i for i, disk in enumerate(disks) if step not in disk)
-        save, *others = {disk[step] for disk in disks if step in disk}
-        if not others and directory.get(step, save) == save:
+        saves = {disk[step] for disk in (*disks, *others) if step in disk}
+        if directory.get(step) in {*saves, None}:
             united.append(Copy(step, 0, lacking, True))
 
     def order(copy: Copy) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 introduce    a process whose disk lacks the step gets what is alike in all shares: the small files
 need         each process plans its restore, and finds the chunks that its own disk lacks
 choose       each process reports which of them it has, checked; one of these sends each chunk
+fetch        chunks that none has are copied from peers, each by one process, which then has them
 carry        XLA adds up what the processes send, with zeros for the rest
 read         from a copy beside the share: links to its files, and files with what has come
 
@@ -17,7 +18,7 @@ import contextlib
 import posixpath
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +36,15 @@ from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._run.copies import Saved, astray
-from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline
-from jaxckpt._run.index import StepIndex
+from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline, read_entry
+from jaxckpt._run.index import StepIndex, newest_saved
+from jaxckpt._run.peers import Peers
+from jaxckpt._run.root import Root
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place
 from jaxckpt.multihost import Json, Processes, meet
+from jaxckpt.storage import together
 
 _FAILURES: Final = (CheckpointError, OSError, ValueError)
 _MOST_TOLD: Final = 8  # processes in a message
@@ -52,13 +56,18 @@ class Coverage:
     """One step on the disks of several hosts, while all processes read it: a context manager."""
 
     share: StepIndex  # the steps on this process's disk
+    directory: Root
+    peers: Peers
     step: int
     processes: Processes
     budget_bytes: int
     timeout_s: float
     index: StepIndex = field(init=False)  # where this process reads the step
     come: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
-    _disk: Disk | None = None
+    copied: list[int] = field(default_factory=lambda: [0, 0])  # from peers, by all processes
+    _disks: list[Disk] = field(default_factory=list)  # its own, other shares there, copies
+    _has_own: bool = False  # whether this process's disk has the step
+    _save: str = ""  # that the step is of
     _outline: Outline = field(init=False)
     _scratch: str = field(init=False)
     _copies: int = 0
@@ -66,6 +75,8 @@ class Coverage:
     _needs: set[Wanted] = field(default_factory=set)
     _lacks: set[Wanted] = field(default_factory=set)
     _came: dict[Wanted, Entry] = field(default_factory=dict)
+    _fetched: dict[Wanted, Entry] = field(default_factory=dict)  # checked copies from peers
+    _asked: set[Wanted] = field(default_factory=set)  # of the peers
     _attempts: list[Transaction] = field(default_factory=list)
     _who: str = ""  # the processes without the step
 
@@ -89,14 +100,25 @@ class Coverage:
         Returns:
             A problem, alike in all processes; None if they can.
         """
-        path, disk = self.share.path(self.step), self._look()
-        outline = None if disk is None else disk.outline
-        mine = [socket.gethostname(), disk and disk.found.origin, self._lives()]
-        first, self._who, why = self._gather("disks", mine, partial(_first, self.step))
-        if why is not None:
-            return self._unusable(why)
+        path, first = self.share.path(self.step), None
+        self._look()
+        for disks in (self._disks, None):
+            if disks is None:  # no disk has it, so one process asks the peers
+                roots = self.peers.having(self.step) if self.processes.index == 0 else ()
+                disks = self._open(roots, failed=self.peers.leave)
+            saves = [disk.found.origin for disk in disks]
+            own = saves[0] if self._has_own else None
+            mine: Any = [socket.gethostname(), own, saves, self._lives(disks)]
+            first, self._who, why, save = self._gather("disks", mine, partial(_first, self.step))
+            if why is not None:
+                return self._unusable(why)
+            if first is not None:
+                break
         if first is None or jax.process_count() != self.processes.count:
             return self._unusable("no disk has what is alike in all parts")
+        self._save = save
+        outline = next((disk.outline for disk in disks if disk.found.origin == save), None)
+        self._disks = [disk for disk in self._disks if disk.found.origin == save]
         if self._who:
             is_first = self.processes.index == first
             given = base64.b64encode(outline or b"").decode() if is_first else None
@@ -105,24 +127,40 @@ class Coverage:
         assert outline is not None
         return self._together("introduced", partial(self._make_first, outline, path))
 
-    def _look(self) -> Disk | None:
-        """Opens the step on this disk, unless it is missing or damaged."""
-        try:
-            self._disk = Disk(find(self.share.storage, self.share.path(self.step)))
-        except _FAILURES:
+    def _look(self) -> None:
+        """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
+        self._disks = self._open([self.share])
+        self._has_own = bool(self._disks)
+        if not self._has_own:
             with contextlib.suppress(*_FAILURES):
                 self.is_damaged = self.step in self.share.steps()
-        return self._disk
+        self._disks += self._open(self.peers.here)
 
-    def _lives(self) -> list[Any]:  # JSON
-        """Returns how the run got to the step and to the newest one here, as far as is readable."""
-        lives, steps = [], {self.step} if self._disk is not None else set[int]()
-        with contextlib.suppress(*_FAILURES):
-            steps |= {*self.share.steps()[-1:]}
-        for number in steps:
-            with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
-                lives.append(list(self.share.saved(number)))
-        return lives
+    def _open(
+        self,
+        roots: Iterable[StepIndex],
+        failed: Callable[[StepIndex, Exception], object] = lambda *_: None,
+    ) -> list[Disk]:
+        """Returns the step in those roots that have it whole enough to read."""
+        disks = []
+        for index in roots:
+            try:
+                disks.append(Disk(find(index.storage, index.path(self.step))))
+            except _FAILURES as error:
+                failed(index, error)
+        return disks
+
+    def _lives(self, disks: Sequence[Disk]) -> list[Any]:  # JSON
+        """Returns how the run got to the step and to the newest ones, as far as is readable."""
+        records = [disk.found.record for disk in disks if disk.found.record is not None]
+        lives = [Saved.of(self.step, record.life) for record in records]
+        with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
+            lives += [self.share.saved(number) for number in self.share.steps()[-1:]]
+        if self.peers and self.processes.index == 0:  # their steps were not compared with these
+            with contextlib.suppress(*_FAILURES):
+                newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
+                lives += [newest] if newest is not None else []
+        return [list(one) for one in lives]
 
     def _make_first(self, outline: bytes, path: str) -> None:
         self._outline = decode_outline(outline, f"{path}/{names.RECORD}")
@@ -141,43 +179,87 @@ class Coverage:
         is_suspect = isinstance(error, CorruptCheckpoint) and not self.is_damaged
         self._needs |= asks
         self.is_damaged |= is_suspect
-        here = self._entries(self._needs, checks=self.is_damaged)
-        self._lacks = self._needs - {*here, *self._came}
-        told = [socket.gethostname(), sorted(self._lacks, key=str), bool(asks) or is_suspect]
-        keys, who, goes_on = self._gather("lacks", told, _united)
-        if not goes_on:
-            return self._unusable(f"it cannot be read: {error}")
-        union: list[Wanted] = [(item, key) for item, key in keys]
-        have = self._entries({*union}, checks=True)
-        sizes = [list(have[one].sizes) if one in have else [0, 0] for one in union]
-        chosen = self._gather("chunks", sizes, choose)
-        missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
-        if missing:
-            self._who = self._who or who
-            more = f", such as {missing[0][1]!r}," if len(missing) > 1 else f" {missing[0][1]!r}"
-            are = "are" if len(missing) > 1 else "is"
-            return self._unusable(f"{counted(len(missing), 'chunk')}{more} {are} on no disk")
-        return self._carry(union, chosen, have, here)
+        while True:
+            here = self._entries(self._needs, checks=self.is_damaged)
+            self._lacks = self._needs - {*here, *self._came}
+            told = [socket.gethostname(), sorted(self._lacks, key=str), bool(asks) or is_suspect]
+            keys, who, goes_on = self._gather("lacks", told, _united)
+            if not goes_on:
+                return self._unusable(f"it cannot be read: {error}")
+            union: list[Wanted] = [(item, key) for item, key in keys]
+            have = self._entries({*union}, checks=True)
+            sizes = [list(have[one].sizes) if one in have else [0, 0] for one in union]
+            chosen = self._gather("chunks", sizes, choose)
+            missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
+            if not missing:
+                return self._carry(union, chosen, have, here)
+            if not self._fetch(missing):
+                break
+        self._who = self._who or who
+        more = f", such as {missing[0][1]!r}," if len(missing) > 1 else f" {missing[0][1]!r}"
+        are = "are" if len(missing) > 1 else "is"
+        return self._unusable(f"{counted(len(missing), 'chunk')}{more} {are} on no disk")
 
     def said(self) -> str:
         """Returns what came from other disks."""
-        count, size = self.come
+        told = [
+            f"{counted(count, 'chunk')} of {size_text(size)} were {how}"
+            for count, size, how in ((*self.come, "sent"), (*self.copied, "read at peers"))
+            if count or how == "sent"
+        ]
         lacked = f": {self._who}" if self._who else ""
-        return (
-            f"step {self.step} was restored from the disks of several hosts{lacked}; "
-            f"{counted(count, 'chunk')} of {size_text(size)} were sent"
-        )
+        where = f"step {self.step} was restored from the disks of several hosts{lacked}"
+        return f"{where}; {', '.join(told)}"
 
     def _unusable(self, why: str) -> str:
         who = f"{self._who}, and " if self._who else ""
         return f"step {self.step} on the local disks cannot be used: {who}{why}"
 
     def _entries(self, wanted: AbstractSet[Wanted], *, checks: bool) -> dict[Wanted, Entry]:
-        try:
-            budget = self.budget_bytes if checks else 0
-            return {} if self._disk is None else self._disk.entries(wanted, budget)
-        except _FAILURES:  # other disks may have them
-            return {}
+        found = {one: self._fetched[one] for one in wanted & self._fetched.keys()}
+        for disk in self._disks:
+            with contextlib.suppress(*_FAILURES):  # other disks may have them
+                budget = self.budget_bytes if checks else 0
+                found |= disk.entries(wanted - found.keys(), budget)
+        return found
+
+    # --- fetching --------------------------------------------------------------------------------
+
+    def _fetch(self, missing: Sequence[Wanted]) -> bool:
+        """Copies from peers what no process has, each process a part; returns whether any came."""
+        mine = {*missing[self.processes.index :: self.processes.count]} - self._asked
+        self._asked |= {*missing}
+        got: dict[Wanted, Entry] = {}
+        for index in self.peers.having(self.step) if mine else ():
+            if wanted := mine - got.keys():
+                try:
+                    got |= self._copy(index, wanted)
+                except _FAILURES as error:
+                    self.peers.leave(index, error)
+        self._fetched |= got
+        told = [len(got), sum(entry.sizes[0] for entry in got.values())]
+        came = self._gather("fetched", told, lambda given: [*map(sum, zip(*given, strict=True))])
+        self.copied = [self.copied[0] + came[0], self.copied[1] + came[1]]
+        return came[0] > 0
+
+    def _copy(self, index: StepIndex, wanted: AbstractSet[Wanted]) -> dict[Wanted, Entry]:
+        """Copies chunks from a peer to this disk; returns those that are good."""
+        step = Disk(find(index.storage, index.path(self.step)))
+        there = step.entries(wanted, 0) if step.found.origin == self._save else {}
+        attempt, came = self._begin(), dict[Wanted, Entry]()
+        sizes = [sum(entry.sizes) for entry in there.values()]
+        for group in grouped([*there.items()], sizes, self.budget_bytes // 8):
+            data = together(
+                index.storage, [partial(read_entry, index.storage, entry) for _, entry in group]
+            )
+            some = [(one, entry.sizes[0], x) for (one, entry), x in zip(group, data, strict=True)]
+            came |= self._keep(attempt, some)
+        self._commit(attempt, came)
+        copied = Disk(find(attempt.storage, attempt.path))
+        good = copied.entries(came.keys(), self.budget_bytes)
+        for _, key in came.keys() - good.keys():
+            self.share.report(f"{index.path(self.step)} at a peer is damaged: chunk {key!r}")
+        return good
 
     # --- carrying --------------------------------------------------------------------------------
 
@@ -203,8 +285,7 @@ class Coverage:
                 mine = np.zeros(words_for(sum(totals[i] for i in group)) * 4, np.uint8)
                 for i in group if problem is None else ():
                     if chosen[i][0] == self.processes.index:
-                        assert self._disk is not None
-                        data = self._disk.read(have[union[i]])
+                        data = read_entry(self.share.storage, have[union[i]])
                         mine[at : at + totals[i]] = np.frombuffer(data, np.uint8)
                     at += totals[i]
                 if mesh is not None:  # what may fail here comes before all go into the operation
@@ -231,29 +312,44 @@ class Coverage:
     def _take(
         self, attempt: Transaction, some: Sequence[tuple[Wanted, Sequence[int]]], data: Any
     ) -> None:
-        """Keeps what this process lacks of the values that have come, in files of the new copy."""
-        piles: dict[str, list[tuple[Wanted, bytes]]] = {}
-        at = 0
+        """Keeps what this process lacks of the values that have come."""
+        given, at = [], 0
         for one, (_, size, tail) in some:
-            value, sums = data[at : at + size], data[at + size : at + size + tail]
-            at += size + tail
             self.come = [self.come[0] + 1, self.come[1] + size]
-            if one not in self._lacks:
-                continue
-            item, (units, found) = one[0], sums.view("<u4").reshape(2, -1).tolist()
+            if one in self._lacks:
+                given.append((one, size, data[at : at + size + tail]))
+            at += size + tail
+        self._came |= self._keep(attempt, given)
+
+    def _keep(
+        self, attempt: Transaction, given: Sequence[tuple[Wanted, int, Any]]
+    ) -> dict[Wanted, Entry]:
+        """Writes values into files of a new copy.
+
+        Args:
+            given: For each, the bytes of the value, and the data as `Disk.read` returns it.
+        """
+        came: dict[Wanted, Entry] = {}
+        piles: dict[str, list[tuple[Wanted, bytes]]] = {}
+        for one, size, data in given:
+            value, (units, found) = (
+                bytes(data[:size]),
+                np.frombuffer(data[size:], "<u4").reshape(2, -1).tolist(),
+            )
+            item = one[0]
             folder = "" if item is None else posixpath.join(attempt.path, item).rstrip("/")
-            self._came[one] = Entry(folder, value.tobytes(), units, found)
+            came[one] = Entry(folder, value, units, found)
             if item is not None and size > MAX_INLINE_BYTES:
-                piles.setdefault(item, []).append((one, value.tobytes()))
+                piles.setdefault(item, []).append((one, value))
         for item, pile in piles.items():
             file, start = names.new_data_file(), 0
             folder = posixpath.join(attempt.work, item).rstrip("/")
             attempt.storage.make_dir(f"{folder}/{names.OCDBT_DATA}")
             attempt.storage.write(f"{folder}/{file}", [value for _, value in pile])
             for one, value in pile:
-                place = Place(file, start, len(value))
-                self._came[one] = self._came[one]._replace(place=place)
+                came[one] = came[one]._replace(place=Place(file, start, len(value)))
                 start += len(value)
+        return came
 
     def _begin(self) -> Transaction:
         storage, name = self.share.storage, posixpath.basename(self.share.path(self.step))
@@ -325,23 +421,28 @@ class Coverage:
 
 
 def _first(step: int, given: list[Any]) -> Json:
-    """Returns who has a step first, which processes lack it, and why it is of no use, if so.
+    """Returns who has a step first, which processes lack it, why it is of no use, and its save.
 
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
-            and how the run got to the step and to the newest one there.
+            the saves in all places that it sees, and how the run got to the step and to the newest
+            ones.
     """
-    first = next((i for i, (_, save, _) in enumerate(given) if save), None)
+    saves = [seen for _, _, seen, _ in given]
+    # What other places have counts if no disk has the step.
+    of = {own for _, own, *_ in given} - {None} or {one for seen in saves for one in seen}
+    save = of.pop() if len(of) == 1 else None
+    first = next((i for i, seen in enumerate(saves) if save in seen), None)
     lives = [
         Saved(number, tuple(map(tuple, starts)), run)
-        for _, _, some in given
+        for *_, some in given
         for number, starts, run in some
     ]
-    lacking = {i: host for i, (host, save, _) in enumerate(given) if not save}
+    lacking = {i: host for i, (host, _, seen, _) in enumerate(given) if save not in seen}
     why = "the run went on without it on another disk" if step in astray(lives, None) else None
-    if len({save for _, save, _ in given if save}) > 1:
+    if save is None and any(saves):
         why = "the disks have it from different saves"
-    return [first, _told(lacking, "its part"), why]
+    return [first, _told(lacking, "its part"), why, save]
 
 
 def _united(given: list[Any]) -> Json:

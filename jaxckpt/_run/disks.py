@@ -22,11 +22,13 @@ from jaxckpt._disk.found import Found, Wanted
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table
 from jaxckpt._disk.reader import keys_here, read_leaves
+from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_leaves
 from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
 from jaxckpt.format.tree import Leaf
+from jaxckpt.storage import Storage
 from jaxckpt.storage._values import read_place
 
 # What unites the parts of all processes.
@@ -125,6 +127,10 @@ class Disk:
         self.found, self.items = found, dict[str, Item]()
         for name, path in found.items.items():
             if names.OCDBT_MANIFEST in found.recorded(path):
+                if names.CHUNK_SUMS not in found.recorded(path):
+                    raise UnsupportedFormat(
+                        f"{path} lacks {names.CHUNK_SUMS}: it cannot be checked"
+                    )
                 opened = open_item(found, name)
                 assert isinstance(opened, Item)
                 self.items[name] = opened
@@ -150,12 +156,13 @@ class Disk:
                 found[name, file] = Entry("", _read(self.found, file))
         return found
 
-    def read(self, entry: Entry) -> bytes:
-        """Returns what is sent of an entry: its value, and its checksums with their numbers."""
-        value = entry.place
-        if not isinstance(value, bytes):
-            value = read_place(self.found.storage, entry.folder, value)
-        return value + np.array([entry.units, entry.sums], "<u4").tobytes()
+
+def read_entry(storage: Storage, entry: Entry) -> bytes:
+    """Returns what is sent of an entry: its value, and its checksums with their numbers."""
+    value = entry.place
+    if not isinstance(value, bytes):
+        value = read_place(storage, entry.folder, value)
+    return value + np.array([entry.units, entry.sums], "<u4").tobytes()
 
 
 class _Chunk(NamedTuple):

@@ -29,7 +29,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted
 from jaxckpt._disk.reader import keys_here
 from jaxckpt._inspect.verify import verify_in
-from jaxckpt._run.disks import Disk
+from jaxckpt._run.disks import Disk, read_entry
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
 from jaxckpt._run.upload import contents_of, is_bad, same_bytes, upload_token
@@ -239,7 +239,9 @@ def _put_chunks(ours: Found, theirs: Found, name: str) -> bool:
         if entry is None or entry.sizes[0] != size:
             text = f'{theirs.path} lacks the chunk "{one[1]}" of {path}, which is damaged'
             raise SaveFailed(f"{text}. Heal it from the other shares too, if there are any.")
-        data[start : start + size] = np.frombuffer(disks[1].read(entry), np.uint8, size)
+        data[start : start + size] = np.frombuffer(
+            read_entry(theirs.storage, entry), np.uint8, size
+        )
     ours.storage.make_dir(posixpath.dirname(path))
     ours.storage.write(path, data.tobytes())
     return is_there

@@ -61,7 +61,7 @@ _CHECKPOINT_FILES: Final = frozenset(
 )
 _ROOT_FILES: Final = frozenset(
     {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
-    | {names.LEDGER}
+    | {names.LEDGER, names.STEPS}
 )
 
 STRAY: Final = "not part of the run; left alone"

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import posixpath
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +82,8 @@ class Local:
     run: str  # the id of the run
     root: str
     share: str = ""  # where in the local directory; "" if all processes have one root
+    others: Sequence[str] = ()  # further roots there that may have its steps
+    guest: str = ""  # its directory on a disk that has the steps of another run
     away: OSError | None = None  # why the directory of the run cannot be reached
     astray: Sequence[int] = ()  # steps from which the run did not go on
     problems: Sequence[str] = ()
@@ -118,17 +122,27 @@ def settle(
             led.value = [found, durable, None if away is None else text_of(away), mine]
     found, durable, text, mine = led.value
     if share:
+        disk = ""
         try:
             if processes.index != 0:
                 newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
                 mine = _home(local, directory, found, share, newest, writes=writes)
+            disk = _token(machine(), posixpath.dirname(mine["root"]))
         except Exception as error:  # reported to the others, then raised
             problem = error
-        met = meet(processes, f"{name}/places", None, problem, timeout_s=timeout_s)
+        met = meet(processes, f"{name}/places", disk, problem, Counter, timeout_s=timeout_s)
         met.check(problem, f"the local directory {local.root} cannot be used")
+        read = {names.share(rank) for rank in range(met.verdict[disk])}  # by processes of this job
+        mine["others"] = [one for one in mine["others"] if posixpath.basename(one) not in read]
     if text is not None and away is None:
         away = OSError(errno.EIO, text)
-    return Local(run=found, share=share, away=away, **mine)
+    return Local(
+        run=found,
+        share=share,
+        guest=names.guest(_token(found, directory.root)),
+        away=away,
+        **mine,
+    )
 
 
 def _learn(
@@ -192,7 +206,14 @@ def _home(
             "without them. They are not restored, and deleted after the next save here. To keep "
             f"one: jaxckpt fork {index.path(gone[-1])} NEW"
         )
-    return {"root": index.root, "astray": gone, "problems": [*index.problems, *problems]}
+    entries = StepIndex(local.storage, home, quiet=True).entries()
+    roots = [home, *(f"{home}/{one}" for one in names.shares(entries))]
+    return {
+        "root": index.root,
+        "others": [root for root in roots if root != index.root],
+        "astray": gone,
+        "problems": [*index.problems, *problems],
+    }
 
 
 def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
@@ -205,8 +226,11 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
         not _steps_in(local) or any(_share_a_save(one, directory) for one in _indexes(local))
     ):
         return local.root
-    token = hashlib.sha256(f"{run_id} {url}".encode()).hexdigest()[:16]
-    return f"{local.root}/{names.guest(token)}"
+    return f"{local.root}/{names.guest(_token(run_id, url))}"
+
+
+def _token(*texts: str) -> str:
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
 
 
 def _indexes(local: StepIndex) -> list[StepIndex]:

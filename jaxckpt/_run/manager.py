@@ -185,6 +185,7 @@ class CheckpointManager:
             arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
             if near is not None:
                 arguments |= {"local.save": near.save, "local.keep": near.keep}
+                arguments["local.peers"] = bool(near.peers)
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
         self._tiers, self._roots = None, (self._directory,)
         if near is not None:

@@ -21,7 +21,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, unusable, with_united
+from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, with_united
 from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
@@ -77,27 +77,15 @@ class Resume:
 
     def candidates(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step, known = _chosen(step), []
+        step, nearest, known = _chosen(step), self.roots[0], []
         name = f"manager {self._name}/steps"
-        # Only process 0 needs to know what the disks have.
-        judge_steps(self.roots[0], lambda *x: known.extend(x), timeout_s=self.timeout_s)
+        if nearest.group.part is not None or nearest.peers:
+            # Only process 0 needs to know what the disks have.
+            judge_steps(nearest, lambda *x: known.extend(x), timeout_s=self.timeout_s)
         with leading(self.processes, name, where=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
-                copies = self._copies(step, known[0] if known else None)
-                is_latest = known and step == "latest"
-                led.value = [copies, self._useless(copies, *known) if is_latest else None]
-        if (useless := led.value[1]) is not None:
-            self.report_alike(useless)
-        return [Copy(step, root, tuple(lacks), one) for step, root, lacks, one in led.value[0]]
-
-    def _useless(self, copies: list[Copy], disks: Disks, hosts: Sequence[str]) -> str | None:
-        """Describes a step that some of the disks lack, if it is newer than all copies."""
-        if (found := unusable(disks, copies)) is None:
-            return None
-        step, why = found
-        who = "; ".join(f"process {i} on {hosts[i]} {what}" for i, what in why.items())
-        lacks = f"{self._name} does not have it"
-        return f"step {step} on the local disks cannot be used: {who}. {lacks}"
+                led.value = self._copies(step, *known)
+        return [Copy(step, root, tuple(lacks), one) for step, root, lacks, one in led.value]
 
     def report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
@@ -107,15 +95,17 @@ class Resume:
         elif text not in index.problems:
             index.problems.append(text)
 
-    def _copies(self, step: int | str, disks: Disks | None) -> list[Copy]:
+    def _copies(
+        self, step: int | str, disks: Disks | None = None, others: Disks = ()
+    ) -> list[Copy]:
         if step == "latest":
             found = reachable(self.roots, lambda root: root.index.to_restore())
-            return self._in_order(found, disks) or self._refuse_flax()
+            return self._in_order(found, disks, others) or self._refuse_flax()
         if step == "best":
-            return self._best_first(disks)
+            return self._best_first(disks, others)
         wanted = int(step)
         found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
-        copies = [copy for copy in self._in_order(found, disks) if copy.step == wanted]
+        copies = [copy for copy in self._in_order(found, disks, others) if copy.step == wanted]
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
@@ -124,19 +114,22 @@ class Resume:
         """Returns the copies of steps from the newest down; see `StepIndex.to_restore`."""
         return newest_first(reachable(self.roots, lambda root: root.index.to_restore()))
 
-    def _in_order(self, found: Mapping[int, Collection[int]], disks: Disks | None) -> list[Copy]:
+    def _in_order(
+        self, found: Mapping[int, Collection[int]], disks: Disks | None, others: Disks
+    ) -> list[Copy]:
         """Returns the copies of steps in the order to try.
 
         Args:
             found: The steps in each root.
-            disks: The steps on the disk of each process, if it has one of its own.
+            disks: The steps on the disk of each process, if others are to be read too.
+            others: The steps in places without a process.
         """
         if disks is None:
             return newest_first(found)
-        index, local = self.roots[-1].index, set().union(*disks)
+        index, local = self.roots[-1].index, set().union(*disks, *others)
         there = found.get(len(self.roots) - 1, ())
         durable = {n: origin_in(index, n) if n in local else None for n in there}
-        return with_united(over_disks(disks, durable), disks, durable)
+        return with_united(over_disks(disks, durable), disks, durable, others)
 
     def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
@@ -175,9 +168,9 @@ class Resume:
         """Returns the facts about each step, from the nearest root that has it."""
         return at_once(lambda n: self.roots[there[n][0]].index.info(n), there)
 
-    def _best_first(self, disks: Disks | None) -> list[Copy]:
+    def _best_first(self, disks: Disks | None, others: Disks) -> list[Copy]:
         found = reachable(self.roots, lambda root: root.index.steps())
-        there, copies = _by_step(found), self._in_order(found, disks)
+        there, copies = _by_step(found), self._in_order(found, disks, others)
         if ranked := self._ranked(there):
             return [copy for info in ranked for copy in copies if copy.step == info.step]
         raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
@@ -317,6 +310,8 @@ class Resume:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
         with Coverage(
             share=self.roots[0].index,
+            directory=self.roots[-1],
+            peers=self.roots[0].peers,
             step=copy.step,
             processes=self.processes,
             budget_bytes=self.budget_bytes,

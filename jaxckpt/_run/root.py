@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import posixpath
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,14 @@ from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.local import Local
 from jaxckpt._run.owner import Opening, Ownership
+from jaxckpt._run.peers import Peers
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
 from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CheckpointError
+from jaxckpt.format import names, run
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, first_of, text_of
@@ -51,6 +53,7 @@ class Root:
     reach: Reach
     keep: KeepPolicy
     group: Group  # of the processes that have it; each its own, on the disk of a host
+    peers: Peers = field(default_factory=Peers)
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -83,6 +86,17 @@ class Root:
             keep=keep,
             group=group,
         )
+
+    def announce(self, step: int) -> None:
+        """Names the steps that peers may find here, and one more that is to be committed."""
+        if not (self.peers.urls and self.group.leads):
+            return
+        index = self.index
+        try:
+            listed = [*index.listing().steps.values(), posixpath.basename(index.path(step))]
+            index.storage.write(f"{index.root}/{names.STEPS}", run.encode_steps(listed))
+        except OSError as error:
+            index.report(f"peers do not find the newest steps in {index.root}: {error}")
 
     def committed(self, info: StepInfo, life: Life | None = None, stay: Stay = tuple) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
@@ -294,7 +308,9 @@ def open_roots(
     opened = []
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
-        opened.append(judge_steps(root, _newest_of_all, timeout_s=timeout_s) or here)
+        if root.group.part is not None:
+            here = judge_steps(root, _newest_of_all, timeout_s=timeout_s)
+        opened.append(here)
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
@@ -319,49 +335,47 @@ def open_roots(
     )
 
 
-def _newest_of_all(disks: Disks, _: list[str]) -> dict[str, Any]:
+def _newest_of_all(disks: Disks, *_: Any) -> dict[str, Any]:
     """Returns what all know of their disks: the newest step that all have. Each is taken over."""
     return {"newest": next((copy.step for copy in over_disks(disks, {})), None)}
 
 
 def judge_steps(
-    root: Root, judge: Callable[[Disks, list[str]], Json], *, timeout_s: float
+    root: Root, judge: Callable[[Disks, Disks], Json], *, timeout_s: float
 ) -> Any:  # JSON
     """Returns to every process the verdict of process 0 on the steps on all disks.
 
-    If all processes have this root in common, there is no verdict, and they do not meet.
-
     Args:
-        judge: Takes the steps on the disk of each process by the save they come from, and its host.
+        judge: Takes the steps on the disk of each process by the save they come from, and in the
+            same way the steps in other places; see `Peers`.
     """
-    name, judge_all, here = (
-        "steps on the local disks",
-        partial(_judged, judge),
-        partial(_here, root),
-    )
-    heard = root.group.compare(name, here, judge_all, timeout_s=timeout_s)
-    return heard and _reported(root, heard)
-
-
-def _here(root: Root) -> Json:
-    """Returns the steps on this process's disk, its host, and why the disk cannot be read."""
-    steps, problem = [], ""
-    try:
-        steps = [list(one) for one in steps_on_disk(root.index)]
-    except OSError as error:
-        problem = text_of(error) or ""
-    return [steps, socket.gethostname(), problem]
-
-
-def _judged(judge: Callable[[Disks, list[str]], Json], given: list[Any]) -> Json:
-    disks = [{int(n): str(origin) for n, origin in steps} for steps, _, _ in given]
-    hosts = [str(host) for _, host, _ in given]
-    bad = {i: text for i, (_, _, text) in enumerate(given) if text}
-    return {"verdict": judge(disks, hosts), **first_of(bad)}
-
-
-def _reported(root: Root, heard: Any) -> Any:  # JSON
-    """Reports the disks that cannot be read; returns the verdict."""
+    name, judge_all = "steps on the local disks", partial(_judged, judge)
+    heard = root.group.job.gather(name, _here(root), judge_all, timeout_s=timeout_s)
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     return heard["verdict"]
+
+
+def _here(root: Root) -> Json:
+    """Returns the steps on this process's disk, those elsewhere, and the disk's problem."""
+    steps, others, problem = [], [], ""
+    root.peers.forget()
+    try:
+        steps = steps_on_disk(root.index)
+        others = [steps_on_disk(one) for one in root.peers.here]
+    except OSError as error:
+        problem = text_of(error) or ""
+    if root.group.job.index == 0:  # one process asks all peers
+        others += [steps_on_disk(one) for one in root.peers.there()]
+    return [steps, others, problem]
+
+
+def _judged(judge: Callable[[Disks, Disks], Json], given: list[Any]) -> Json:
+    disks = [_by_save(steps) for steps, *_ in given]
+    others = [_by_save(steps) for _, some, _ in given for steps in some]
+    bad = {i: text for i, (*_, text) in enumerate(given) if text}
+    return {"verdict": judge(disks, others), **first_of(bad)}
+
+
+def _by_save(steps: Any) -> dict[int, str]:  # from JSON
+    return {int(step): str(origin) for step, origin in steps}

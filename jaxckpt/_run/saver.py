@@ -464,6 +464,7 @@ class Saver:
     def _finish_step(self, saving: SavingStep) -> None:
         """Saves a step, and does what follows its commit."""
         handle, root = saving.handle, saving.root
+        root.announce(handle.step or 0)
         if not handle.attempt():
             self.incremental.fail(handle.error)
             return

@@ -56,9 +56,9 @@ def scrub(
         def settle() -> list[int]:
             damaged = [number for number, report in reports.items() if report.damaged]
             mended = [number for number in damaged if mend(number)]
-            if mended:  # which may have mended others with the same files
-                again = (n for n in damaged if n not in mended)
-                mended += [n for n in again if (one := look(deletion.leases, n)) and one.ok]
+            # Other processes may have mended some, and a file of a mended step may be in others.
+            again = (n for n in damaged if n not in mended)
+            mended += [n for n in again if (one := look(deletion.leases, n)) and one.ok]
             left = {n: report for n, report in reports.items() if n not in mended}
             if mended or any(report.ok for report in reports.values()):
                 set_aside(deletion, left)

@@ -16,6 +16,7 @@ from jaxckpt._disk.pace import Pace
 from jaxckpt._run.config import LocalTier
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.local import Local, settle
+from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.sender import Sender, Upload
@@ -59,6 +60,8 @@ class Tiers:
         group = Group.apart(processes) if settled.share else directory.group
         local = at(PathIn(base.storage, settled.root), group=group)
         local.index.astray.update(settled.astray)
+        if writes:
+            local.peers = _peers_of(tier, local, settled)
         for problem in settled.problems:
             local.index.report(problem)
         pace, limit_s = Pace(max_bytes_per_s), tier.durable_timeout_s
@@ -173,6 +176,18 @@ class Tiers:
                 f"{self.directory.index.root}"
             )
         self.uploader.wait_for(upload, timeout_s)
+
+
+def _peers_of(tier: LocalTier, local: Root, settled: Local) -> Peers:
+    storage, naming = local.index.storage, local.index.naming
+    return Peers(
+        here=[StepIndex(storage, root, naming, quiet=True) for root in settled.others],
+        urls=tuple(tier.peers),
+        run=settled.run,
+        guest=settled.guest,
+        naming=naming,
+        report=local.index.report,
+    )
 
 
 def _check_apart(local: StepIndex, behind: str) -> None:

@@ -81,6 +81,7 @@ LOCK: Final = "_jaxckpt.lock"
 DOOMED: Final = "_jaxckpt.doomed"
 DISK: Final = "_jaxckpt.disk"
 LEDGER: Final = "_jaxckpt.ledger"
+STEPS: Final = "_jaxckpt.steps"
 # Orbax keeps the custom metadata of a whole run in this directory, in this file.
 ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"

@@ -1,6 +1,7 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
     _jaxckpt.run            {"version": 1, "id", "directory": URL}
+    _jaxckpt.steps          [directory names], where peers are to read the steps
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to": directory}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
@@ -166,6 +167,16 @@ def decode_identity(data: bytes, *, file: str) -> Identity:
         id=expect(top.get("id"), str, "'id'", file=file),
         directory=expect(top.get("directory", ""), str, "'directory'", file=file),
     )
+
+
+def encode_steps(steps: Sequence[str]) -> bytes:
+    return jsontext.dumps(list(steps))
+
+
+def decode_steps(data: bytes, *, file: str) -> list[str]:
+    """Returns the names of steps; leaves out all other names."""
+    found = expect(jsontext.loads(data, file=file), list, "the file", file=file)
+    return [one for one in found if isinstance(one, str) and "/" not in one and is_like_step(one)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

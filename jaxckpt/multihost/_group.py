@@ -75,17 +75,6 @@ class Group:
         act = _one_leads if self.part is None else _each_leads
         return act(self, name, judge, where, timeout_s)
 
-    def compare(
-        self, name: str, value: Callable[[], Json], judge: Judge, *, timeout_s: float
-    ) -> Any:  # JSON
-        """Returns to every process what process 0 makes of the values of all groups.
-
-        A single group compares nothing: then this returns None and calls neither function.
-        """
-        if self.part is None:
-            return None
-        return self.leaders.gather(name, value(), judge, timeout_s=timeout_s)
-
 
 def _nothing(_: list[Any]) -> None:
     return None

@@ -12,6 +12,7 @@ in vain. obstore reads 2 and 4 itself, as TensorStore does; the rest comes from 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -70,8 +71,12 @@ _SYSTEM: Final = (
     "/sys/hypervisor/uuid",
     "/etc/resolv.conf",
 )
+# Of peers, which are servers rather than buckets; see `_run.peers`.
+PEER_USER: Final = "JAXCKPT_PEER_USER"
+PEER_PASSWORD: Final = "JAXCKPT_PEER_PASSWORD"
 # Advice for errors where no credentials are found.
 SIGN_IN: Final = {
+    **dict.fromkeys(("http", "https"), f"Set {PEER_USER} and {PEER_PASSWORD}"),
     "az": "Run `az login`, or set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     "gs": "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "Run `aws configure` or `aws sso login` and set AWS_PROFILE, or set AWS_ACCESS_KEY_ID "
@@ -109,6 +114,8 @@ class Login:
 
 def source_of(scheme: str, wanted: Credentials, env: Environment = os.environ) -> Login:
     """Returns where the credentials for the buckets of a scheme come from, without asking there."""
+    if scheme not in _PREFIXES:
+        return _basic(env)
     if wanted == "anonymous" or is_true(env, f"{_PREFIXES[scheme]}_SKIP_SIGNATURE"):
         by = "anonymous" if scheme == "s3" else None
         return Login(name="anonymous access", options={"skip_signature": True}, tensorstore=by)
@@ -120,6 +127,15 @@ def source_of(scheme: str, wanted: Credentials, env: Environment = os.environ) -
             return Login(name=name, options=options, tensorstore=_BY_TENSORSTORE.get(name))
     find = {"az": _azure, "gs": _google, "s3": _amazon}[scheme]
     return find(env, wanted == "default") or _asking("the environment", partial(_nothing, scheme))
+
+
+def _basic(env: Environment) -> Login:
+    name, user = f"{PEER_USER} and {PEER_PASSWORD}", env.get(PEER_USER)
+    if not user:
+        return Login(name=name)
+    both = base64.b64encode(f"{user}:{env.get(PEER_PASSWORD, '')}".encode()).decode()
+    header = {"default_headers": {"Authorization": f"Basic {both}"}}
+    return Login(name=name, options={"headers": header})
 
 
 def is_true(env: Environment, name: str) -> bool:

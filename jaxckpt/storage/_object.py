@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from jaxckpt.storage._requests import (
 from jaxckpt.storage._settings import (
     StoreSettings,
     check_bucket,
+    check_peer,
     kvstore,
     open_store,
     settings_of,
@@ -57,6 +59,8 @@ _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; 
 _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
+# A peer that is late by so much is left out, since there is another place to read from.
+_PEER: Final = StoreSettings(timeout_s=60.0, stall_s=10.0, tries=1)
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
@@ -516,3 +520,11 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
     path = f"{storage.root}/{name}".rstrip("/")
     storage._key(path)  # raises if no object can have the name
     return storage, path
+
+
+def peer_storage(url: str) -> tuple[ObjectStorage, str]:
+    """Returns the storage of a peer, which is only read, and the path of its URL."""
+    scheme, _, rest = check_peer(url).partition("://")
+    host, _, name = rest.partition("/")
+    storage = ObjectStorage(scheme.lower(), host, _PEER)
+    return storage, f"{storage.root}/{unquote(name)}".rstrip("/")

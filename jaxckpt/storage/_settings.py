@@ -11,9 +11,17 @@ from datetime import timedelta
 from typing import Any, Final
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-from jaxckpt.storage._credentials import Credentials, Login, is_true, source_of
+from jaxckpt.storage._credentials import (
+    PEER_PASSWORD,
+    PEER_USER,
+    Credentials,
+    Login,
+    is_true,
+    source_of,
+)
 
 SCHEMES: Final = ("az", "gs", "s3")
+_PEER: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?", re.I)
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
@@ -148,6 +156,8 @@ def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
 
 def endpoint_of(scheme: str, bucket: str, settings: StoreSettings) -> str:
     """Returns the endpoint of a bucket and its origin, for messages."""
+    if scheme not in SCHEMES:
+        return f"{scheme}://{bucket}"
     if settings.endpoint is None:
         return "the provider's endpoint"
     if _given_for(scheme, bucket) is not None:
@@ -169,6 +179,17 @@ def check_bucket(scheme: str, bucket: str, url: str) -> None:
             "a bucket has 3 or more of a-z and 0-9, and in the middle also '.', '_' and '-'."
             + (f" Did you mean {scheme}://{meant}?" if _BUCKET.fullmatch(meant) else "")
         )
+
+
+def check_peer(url: str) -> str:
+    """Returns the URL of a peer; ValueError if it has credentials, which the message leaves out."""
+    if not isinstance(url, str) or not _PEER.fullmatch(url):
+        shown = "one with credentials" if "@" in str(url) else repr(url)
+        raise ValueError(
+            "a peer must be http:// or https:// with a host and maybe a path, without user, "
+            f"password and query, got {shown}. Set {PEER_USER} and {PEER_PASSWORD} instead."
+        )
+    return url
 
 
 # --- obstore ---------------------------------------------------------------------------------
@@ -211,14 +232,14 @@ def open_store(
 
 
 def _client(scheme: str, bucket: str, settings: StoreSettings, source: Login, tries: int) -> Any:
-    from obstore.store import AzureStore, GCSStore, S3Store
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=settings.timeout_s),
             "read_timeout": timedelta(seconds=min(settings.stall_s, settings.timeout_s)),
             "connect_timeout": timedelta(seconds=min(10.0, settings.stall_s)),
-            "allow_http": (settings.endpoint or "").startswith("http://"),
+            "allow_http": (settings.endpoint or f"{scheme}:").startswith("http:"),
         },
         "retry_config": {
             "max_retries": tries - 1,
@@ -226,6 +247,9 @@ def _client(scheme: str, bucket: str, settings: StoreSettings, source: Login, tr
         },
         **source.options,
     }
+    if scheme not in SCHEMES:
+        options["client_options"] |= options.pop("headers", {})
+        return HTTPStore(f"{scheme}://{bucket}", **options)
     if scheme == "gs":
         if settings.endpoint:
             options["base_url"] = settings.endpoint.rstrip("/")

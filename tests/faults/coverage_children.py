@@ -46,7 +46,7 @@ def check(state, step):
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, step)
 
 
-def opened(root, host, read, **options):
+def opened(root, host, read, peers=(), **options):
     """A manager of a host; `read` gets the size of what it reads of values in the directory."""
     import jaxckpt
     from jaxckpt.storage import LocalStorage, PathIn
@@ -60,13 +60,15 @@ def opened(root, host, read, **options):
     return jaxckpt.CheckpointManager(
         PathIn(WatchedStorage(LocalStorage(), before), f"{root}/run"),
         save=jaxckpt.SavePolicy(every_steps=2),
-        local=jaxckpt.LocalTier(f"{root}/host{host}/local", save=every, durable_timeout_s=10),
+        local=jaxckpt.LocalTier(
+            f"{root}/host{host}/local", save=every, durable_timeout_s=10, peers=peers
+        ),
         timeout_s=20,
         **options,
     )
 
 
-def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 << 30):
+def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 << 30, peers=()):
     """Restores, and saves so many further steps, every second one in the directory too.
 
     Returns:
@@ -74,7 +76,7 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
     """
     read, seen = [], Data(me.index)
     items = {"data": seen} if data else {}
-    with opened(root, hosts[me.index], read, budget_bytes=budget_bytes) as manager:
+    with opened(root, hosts[me.index], read, peers, budget_bytes=budget_bytes) as manager:
         state, start = manager.restore_or(init_of(replicas), items=items)
         check(state, start)
         assert seen.at == start or not data

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -269,7 +270,7 @@ def _be_member(index, options):
         faulthandler.enable(file=2)
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         if options["namespaces"]:
-            enter(options["namespaces"][index])
+            enter(options["namespaces"][index], options["address"])
         me = Member(index=index, count=options["count"], path=path)
         _connect(me, options)
         me.reach("connected")
@@ -289,12 +290,21 @@ def _be_member(index, options):
     os._exit(status)  # without JAX's shutdown, which would wait for those who are dead
 
 
-def enter(namespace):
-    """Moves this process into a network namespace."""
+def enter(namespace, address):
+    """Moves this process into a network namespace, in which its host is called as its address.
+
+    Args:
+        address: Of any host there. Gloo listens at the address of this host's name.
+    """
     with open(namespace) as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
             raise OSError(ctypes.get_errno(), "setns")
+        if libc.unshare(0x04000000):  # CLONE_NEWUTS
+            raise OSError(ctypes.get_errno(), "unshare")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect((address, 1))  # sends nothing
+        socket.sethostname(one.getsockname()[0])
 
 
 def _connect(me, options):

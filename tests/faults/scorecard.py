@@ -330,6 +330,17 @@ ROWS = {
         "request: the ledger has every earlier start, and shows that this one was killed",
         count=200,
     ),
+    "57": Row(
+        title="disks without a process: other shares, and peers that are stopped, late or have a "
+        "flipped bit: the newest step whose chunks are all on some disk, and no wrong value",
+        count=113,
+    ),
+    "58r": Row(
+        title="one of four hosts in network namespaces is killed and its disk wiped, or two are "
+        "lost and one disk is a peer: the newest local step, and no value from the directory",
+        count=4,
+        target="faults-root",
+    ),
 }
 
 

@@ -106,12 +106,15 @@ def test_a_damaged_record_ends_no_other_process(zygote, ram_path):
 
 def test_disks_with_different_saves_of_a_step_are_not_put_together():
     """One may have been unreadable for a moment when the steps were listed."""
-    both: Any = _first(3, [["a", "one", []], ["b", None, []], ["c", "two", []]])
-    one: Any = _first(3, [["a", None, []], ["b", "two", []]])
+    both: Any = _first(
+        3, [["a", "one", ["one"], []], ["b", None, [], []], ["c", "two", ["two"], []]]
+    )
+    one: Any = _first(3, [["a", None, [], []], ["b", "two", ["two"], []]])
+    peer: Any = _first(3, [["a", None, ["one"], []], ["b", "two", ["two", "one"], []]])
 
-    assert both[:2] == [0, "process 1 on b lacks its part"]
     assert "different saves" in both[2]
-    assert one == [1, "process 0 on a lacks its part", None]
+    assert one == [1, "process 0 on a lacks its part", None, "two"]
+    assert peer == one
 
 
 def flip(item, place):

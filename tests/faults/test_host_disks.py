@@ -280,6 +280,26 @@ def test_damage_in_the_directory_is_mended(train, run_processes, tmp_path):
     assert not [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
 
 
+def test_damage_that_others_can_mend_is_mended_if_process_0_lacks_the_step(
+    train, run_processes, tmp_path
+):
+    """The bad files are those that process 1 has sent."""
+    train(4)
+    shares = [tmp_path / f"host{i}" / "local" / "share_0" / "4" for i in TWO]
+    ends = {file.name[-16:] for file in (shares[1] / "state" / "d").iterdir()}
+    bad = [file for file in data_files(tmp_path / "run" / "4") if file.name[-16:] in ends]
+    assert bad
+    for file in bad:
+        flip(file)
+    shutil.rmtree(shares[0])
+
+    said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
+
+    assert [one["ok"]["4"] for one in said] == [True, True]
+    assert jaxckpt.verify(tmp_path / "run" / "4").ok
+    assert not [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
 def test_damage_that_no_share_can_mend_is_replaced(train, run_processes, tmp_path):
     """What unites the parts is on no disk: the step is set aside, and uploaded again."""
     train(4)

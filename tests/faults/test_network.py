@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.faults import coverage_children
 from tests.faults import dead_children as children
 from tests.faults.jobs import HANGS, started
 from tests.faults.zygote import Zygote
@@ -68,6 +71,26 @@ class Network:
         """Returns the options of a job."""
         files = [f"/run/netns/{self._host(index)}" for index in range(self._count)]
         return {"count": self._count, "namespaces": files, "address": FIRST}
+
+    def limit(self, line):
+        """Limits what each host sends, in MB/s."""
+        for index in range(self._count):
+            rate = ["rate", f"{line * 8:g}mbit", "burst", "128kb", "latency", "400ms"]
+            there = ["netns", "exec", self._host(index), "tc", "qdisc", "add", "dev", "eth"]
+            ip(*there, "root", "tbf", *rate)
+
+    @contextlib.contextmanager
+    def serving(self, index, directory):
+        """Serves files of a directory at port 8000 of a host; yields the process."""
+        there = ["ip", "netns", "exec", self._host(index)]
+        command = [sys.executable, "-m", "tests.static_server", str(directory), "0.0.0.0", "8000"]
+        with subprocess.Popen([*there, *command], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                yield process
+            finally:
+                process.kill()
 
     def cut(self, index):
         """Takes the link of a host down."""
@@ -169,6 +192,55 @@ def test_a_host_is_lost(trial, side_by_side, zygote, ram_path, what):
             new = zygote.run(children.go_on, root, acked)
             assert new["newest"] in (acked, acked + 1)
             assert new["left"] == []
+
+
+def test_the_disk_of_a_killed_host_is_wiped(trial, side_by_side, zygote, ram_path):
+    """Four hosts, HSDP: the newest local step is back, and no value is read in the directory."""
+    del side_by_side  # skips where there are no namespaces
+    hosts = [0, 1, 2, 3]
+    for victim in (1, 2):
+        root = ram_path / str(victim)
+        args = [root, hosts, 4, 2, False]
+        with Network(4) as network, trial("58r", f"host {victim}"):
+            options = {"heartbeat_s": HEARTBEAT_S, "limit_s": 60, **network.options}
+            with started(zygote, coverage_children.train, args=args, **options) as job:
+                for host in hosts:
+                    job.wait_for(host, "saved 3")
+                job.kill(victim)
+                job.wait()
+            shutil.rmtree(root / f"host{victim}")
+            args[2] = 1
+            with started(zygote, coverage_children.train, args=args, **options) as job:
+                ends = job.wait()
+            assert [end.status for end in ends] == [0] * 4, ends
+            (start,) = {end.result["start"] for end in ends}
+            assert start in (3, 4)
+            assert {end.result["read"] for end in ends} == {0}
+
+
+def test_a_lost_half_is_on_a_peer(trial, side_by_side, zygote, ram_path):
+    """Two of four hosts are lost; a server of files on one has its disk, until it stops."""
+    del side_by_side
+    hosts = [0, 1, 2, 3]
+    with Network(4) as network:
+        options = {"limit_s": 60, **network.options}
+        args = [ram_path, hosts, 3, 2, False, 1 << 30, ["http://10.77.0.10:8000"]]
+        with started(zygote, coverage_children.train, args=args, **options) as job:
+            assert [end.status for end in job.wait()] == [0] * 4
+        there = {"namespaces": options["namespaces"][1::2], "address": "10.77.0.11", "count": 2}
+        args[1:4] = [1, 3], 0, 2
+        with network.serving(0, ram_path / "host0/local") as server:
+            for what, wanted in (("a peer", 3), ("a peer that is stopped", 2)):
+                with trial("58r", what):
+                    started_s = time.monotonic()
+                    now = {**options, **there}
+                    with started(zygote, coverage_children.train, args=args, **now) as job:
+                        ends = job.wait()
+                    assert [end.status for end in ends] == [0] * 2, ends
+                    assert {end.result["start"] for end in ends} == {wanted}
+                    assert {end.result["read"] == 0 for end in ends} == {wanted == 3}
+                    assert time.monotonic() - started_s < 60
+                server.send_signal(signal.SIGSTOP)
 
 
 def partition(zygote, root, victim, seconds):

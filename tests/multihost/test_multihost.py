@@ -83,9 +83,8 @@ def test_the_leaders_of_groups_act_for_a_job(apart):
                 if us.index in failing:
                     raise KeyError(us.index)
                 led.value = 10 + us.index
-        compared = group.compare("compare", lambda: us.index, sum, timeout_s=60)
         facts = group.job is us, group.follows, group.part, group.common("/a")
-        return group.leads, led.value, compared, facts
+        return group.leads, led.value, facts
 
     def act_and_fail(us):
         with pytest.raises((KeyError, ProcessesDisagree)) as caught:
@@ -97,11 +96,11 @@ def test_the_leaders_of_groups_act_for_a_job(apart):
 
     if not apart:
         facts = True, False, None, "/a"
-        assert found == [(i == 0, 10, None, facts) for i in range(3)]
+        assert found == [(i == 0, 10, facts) for i in range(3)]
         assert failed == ["KeyError", "ProcessesDisagree", "ProcessesDisagree"]
         return
     alike = "the disks of 3 processes"
-    assert found == [(True, 12, 3, (True, i > 0, (i, 3), alike)) for i in range(3)]
+    assert found == [(True, 12, (True, i > 0, (i, 3), alike)) for i in range(3)]
     assert failed == ["KeyError", "ProcessesDisagree", "KeyError"]
 
 

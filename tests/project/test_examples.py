@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxckpt.testing import check_exact_resume
+from tests.static_server import served
 
 ROOT = Path(__file__).resolve().parents[2]
 # Examples whose loop yields its steps, and what each needs.
@@ -46,6 +47,38 @@ def test_an_example_goes_on_with_the_same_bits(ram_path, name, needs):
     assert losses["whole: steps 1 to 40"] == losses["parts: steps 21 to 40"], done.stdout
     assert losses["parts: steps 1 to 20"] != losses["parts: steps 21 to 40"], done.stdout
     assert not list(ram_path.iterdir())
+
+
+def test_a_spot_instance_goes_on_from_the_disk_of_another(ram_path):
+    """One is killed without notice before a step is in the bucket; its disk is served."""
+
+    def start(host, *more):
+        command = [sys.executable, ROOT / "examples" / "spot.py", "--run", ram_path / "run"]
+        command += ["--local", ram_path / host, *more]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.PIPE, text=True)
+
+    with start("first", "--peer", "http://127.0.0.1:9") as one:
+        losses = {}
+        for line in one.stdout or ():
+            step, _, loss = line.partition(": ")
+            losses[step] = loss
+            if step == "step 45":
+                one.kill()
+                break
+
+    steps = [int(path.name) for path in (ram_path / "first").iterdir() if path.name.isdecimal()]
+    newest = max(steps)
+    with (
+        served(ram_path / "first") as url,
+        start("second", "--peer", url, "--steps", "46") as two,
+    ):
+        again = dict(line.split(": ") for line in two.stdout or ())
+
+    assert two.returncode == 0
+    assert newest >= 20
+    assert [*again] == [f"step {n}" for n in range(newest + 1, 47)]
+    assert again["step 45"] == losses["step 45"]
 
 
 @pytest.mark.slow

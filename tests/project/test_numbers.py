@@ -265,6 +265,7 @@ FROM_CODE = {
     ],
     "docs/tiers.md": [
         f"The directory may not answer for {reach.AWAY_S:.0f} s",
+        f"sends nothing for {_object._PEER.stall_s:.0f} s",
         f"{WORDS[uploader._MOST_WAITING].title()} steps wait for their upload at most",
     ],
     "docs/cli.md": [

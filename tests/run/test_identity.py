@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
-from jaxckpt._run.copies import Saved, astray, over_disks, unusable
+from jaxckpt._run.copies import Saved, astray
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import step as step_format
 from tests.commandline import cli, said_json
@@ -470,21 +470,3 @@ def test_no_step_is_left_from_which_the_run_went_on(saved, data):
         assert all(one.led_to(durable) or durable.start in dict(one.starts) for one in stay)
     if newest in stay:
         assert all(one.led_to(newest) for one in stay if one.start == newest.start)
-
-
-disks = st.lists(
-    st.dictionaries(st.integers(0, 6), st.sampled_from("ab"), max_size=4), min_size=1, max_size=4
-)
-
-
-@given(disks, st.dictionaries(st.integers(0, 6), st.sampled_from("ab")))
-def test_a_step_is_useless_if_it_is_newer_than_all_that_are_whole(disks, directory):
-    copies = over_disks(disks, directory)
-    newest = max({*directory}.union(*disks), default=-1)
-    found = unusable(disks, copies)
-    if newest < 0 or any(copy.step == newest for copy in copies):
-        assert found is None
-    else:
-        assert found is not None
-        assert found[0] == newest
-        assert found[1]
