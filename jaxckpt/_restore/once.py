@@ -51,9 +51,12 @@ _logger = logging.getLogger("jaxckpt")
 
 # By default, smaller trees are read directly: compiling and connecting take a part of a second.
 _LEAST_TREE_BYTES: Final = 1 << 26
-# A round for each group; the next ones are read meanwhile.
+# A round for each group; the next ones are read meanwhile. The first ones are small, so that little
+# has been carried when it turns out how long that takes.
 _GROUPS: Final = 8
 _LEAST_GROUP_BYTES: Final = 8 << 20
+# Carrying for a shorter time shows no rate, as connecting takes a part of it.
+_SURE_S: Final = 1.0
 
 Pairs = Generator[tuple[Path, Any], None, None]
 Carrier = Spread | Pack
@@ -191,7 +194,8 @@ class Together:
         # Of a pack, each process holds all; of a spread leaf, its part.
         sizes = [x.size_bytes // (1 if isinstance(x, Pack) else count) for x in carriers]
         most_bytes = max(_LEAST_GROUP_BYTES, sum(sizes) // _GROUPS)
-        return grouped(carriers, sizes, int(min(self.request.budget_bytes // 4, most_bytes)))
+        most_bytes = min(self.request.budget_bytes // 4, most_bytes)
+        return grouped(carriers, sizes, most_bytes, _LEAST_GROUP_BYTES)
 
     def _meet(
         self,
@@ -287,12 +291,15 @@ def goes_on(left_bytes: float, direct_bytes: float, total_bytes: float, given: l
         total_bytes: Of all that is read once.
         given: The facts of all processes.
     """
-    if not (carried_bytes := given[0]["carried"][0]):
+    carried_s = max(one["carried"][1] for one in given)
+    if carried_s < _SURE_S:
         return True
-    read, first, carried = ([one[name] for one in given] for name in ("read", "first", "carried"))
-    rate = sum(size for size, _ in first) / max(seconds for _, seconds in first)
+    # Reading waits while the memory is full, so that it may be quicker than the first group showed,
+    # and than all has been.
+    read, first = ([one[name] for one in given] for name in ("read", "first"))
+    rate = max(sum(size for size, _ in some) / max(s for _, s in some) for some in (read, first))
     unread_bytes = max(0.0, total_bytes - sum(size for size, _ in read))
-    carry_s = left_bytes / carried_bytes * max(seconds for _, seconds in carried)
+    carry_s = left_bytes / given[0]["carried"][0] * carried_s
     return unread_bytes / rate + carry_s <= direct_bytes / rate
 
 
