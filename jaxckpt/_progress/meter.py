@@ -33,6 +33,7 @@ class Meter:
         self._path = path
         self._start_s = self._last_s = time.monotonic()
         self.current = ""  # phase, or the previous phase if none is under way
+        self._within = ""  # phase
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards `done_bytes`
@@ -75,7 +76,11 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a phase, which the profiler of JAX also shows."""
+        """Adds the time inside to a phase, and not to another one around it.
+
+        The profiler of JAX shows phases too.
+        """
+        around, self._within = self._within, name
         self.current = name
         before_s = time.monotonic()
         # A process that has not imported jax lacks its profiler.
@@ -87,8 +92,11 @@ class Meter:
         finally:
             self._last_s = time.monotonic()
             self.phases[name] += self._last_s - before_s
-            if name == "snapshot":
-                self.current = "wait"
+            self._within = around
+            if around:
+                self.phases[around] -= self._last_s - before_s
+            if around or name == "snapshot":
+                self.current = around or "wait"
 
     def waited(self) -> None:
         """Adds the time since the last phase to "wait"."""
