@@ -3,14 +3,15 @@
     python -m benchmarks.once                    a store behind a line of 20 MB/s, 8 processes
     python -m benchmarks.once --processes 2 4 8
     python -m benchmarks.once --line 0 --pairs 5 no limit: the machine itself
+    python -m benchmarks.once --leaves 64        as many arrays, of `--megabytes` together
     python -m benchmarks.once --disk             a local directory that all processes share
     python -m benchmarks.once --hosts 10         a line of 10 MB/s for each process
     python -m benchmarks.once --counts           bytes of many ways to shard, without times
 
-One process saves an array of `--megabytes`, in 8 parts; the processes of a job, each with one CPU
-device, want it replicated, by columns, or on a mesh of dp x tp. A row has the bytes that the store
-answered beside those of the array, and the seconds of the slowest process, compilation included:
-the medians of `--pairs`. "One reader" is a restore by process 0, and JAX's broadcast.
+One process saves arrays of `--megabytes`, each in 8 parts; the processes of a job, each with one
+CPU device, want them replicated, by columns, or on a mesh of dp x tp. A row has the bytes that the
+store answered beside those of the arrays, and the seconds of the slowest process, compilation
+included: the medians of `--pairs`. "One reader" is a restore by process 0, and JAX's broadcast.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[8])
     parser.add_argument("--megabytes", type=int, default=134)
+    parser.add_argument("--leaves", type=int, default=1)
     parser.add_argument("--line", type=float, default=20.0, help="MB/s from the store, for all")
     parser.add_argument("--hosts", type=float, default=0.0, help="MB/s for each process instead")
     parser.add_argument("--pairs", type=int, default=1, help="medians of so many")
@@ -80,7 +82,7 @@ def measure(args: argparse.Namespace, folder: str) -> Iterator[list[str]]:
         server = store.with_new_bucket()
         url = str(Path(folder, "a")) if args.disk else f"gs://{server.bucket}/a"
         envs = [dict(server.at(proxy.url).env) for proxy in proxies]
-        save = [url, args.megabytes, envs[0]]
+        save = [url, args.megabytes, envs[0], args.leaves]
         run_processes("once:save_parts", count=1, devices_per_process=_DEVICES, args=save)
         for proxy in proxies:
             proxy.answers_bytes_per_s = (args.hosts or args.line) * 1e6 or None

@@ -194,13 +194,23 @@ def _stripe(shape: Sequence[int], unit: Sequence[int], most: int) -> Sequence[in
     return (*shape[:dim], unit[dim] * max(1, most // max(1, each)), *shape[dim + 1 :])
 
 
-def grouped(items: Sequence[T], sizes: Sequence[int], most: int) -> Iterator[list[T]]:
+def grouped(
+    items: Sequence[T], sizes: Sequence[int], most: int, first: int = 0
+) -> Iterator[list[T]]:
     """Yields items in order, in groups of about so much, or of a single one.
+
+    Args:
+        first: If given, the first group is about as large, and the next ones at most double.
 
     Example:
         >>> [*grouped("abcd", [2, 1, 5, 1], 3)]
         [['a'], ['b'], ['c'], ['d']]
+        >>> [len(group) for group in grouped(range(64), [1] * 64, 32, 4)]
+        [3, 4, 8, 16, 32, 1]
     """
-    pairs = zip(accumulate(sizes), items, strict=True)
-    for _, group in groupby(pairs, lambda pair: pair[0] // max(1, most)):
+
+    def number(pair: tuple[int, T]) -> tuple[int, int]:
+        return pair[0] // max(1, most), first and (pair[0] // first).bit_length()
+
+    for _, group in groupby(zip(accumulate(sizes), items, strict=True), number):
         yield [item for _, item in group]

@@ -32,7 +32,7 @@ class Meter:
         self._kind: Operation = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
-        self.current = ""  # phase, or the previous phase if none is under way
+        self.current = self._within = ""  # phase, or the previous phase if none is under way
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards `done_bytes`
@@ -75,11 +75,10 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a phase, which the profiler of JAX also shows."""
-        self.current = name
-        before_s = time.monotonic()
-        # A process that has not imported jax lacks its profiler.
-        jax: Any = sys.modules.get("jax")
+        """Adds the time inside to a phase, not to one around it; the profiler of JAX shows both."""
+        around, self._within = self._within, name
+        self.current, before_s = name, time.monotonic()
+        jax: Any = sys.modules.get("jax")  # a process that has not imported it lacks its profiler
         shown = jax.profiler.TraceAnnotation if jax else contextlib.nullcontext
         try:
             with shown(f"jaxckpt {self._kind} {name}"):
@@ -87,8 +86,9 @@ class Meter:
         finally:
             self._last_s = time.monotonic()
             self.phases[name] += self._last_s - before_s
-            if name == "snapshot":
-                self.current = "wait"
+            self.phases[around] -= self._last_s - before_s
+            self._within = around
+            self.current = around or ("wait" if name == "snapshot" else name)
 
     def waited(self) -> None:
         """Adds the time since the last phase to "wait"."""

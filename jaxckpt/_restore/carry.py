@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
@@ -98,15 +98,14 @@ class Pack:
     pieces: Sequence[Piece]
     mesh: Mesh  # of one device of each process
     index: int  # of this process in it
-    parts: Sequence[LeafPlan] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def parts(self) -> list[LeafPlan]:
         raw: dict[str, Any] = dict.fromkeys(["dtype", "wanted", "sharding", "layout", "bits"])
-        parts = [
+        return [
             self.plans[piece.array]._replace(kind="numpy", resized=False, boxes=(piece.box,), **raw)
             for piece in self._mine()
         ]
-        object.__setattr__(self, "parts", parts)
 
     @property
     def size_bytes(self) -> int:
@@ -129,27 +128,12 @@ class Pack:
 
     def take(self, added: Any, convert: Convert) -> list[Any]:
         """Returns the wanted values; raises if one of them does not fit here."""
-        return list(self._unpacked(np.asarray(added.addressable_data(0)).view(np.uint8), convert))
-
-    def _unpacked(self, data: Values, convert: Convert) -> Iterator[Any]:
-        """Yields the value of each leaf."""
-        found: list[dict[Box, Values]] = [{} for _ in self.plans]
+        data = np.asarray(added.addressable_data(0)).view(np.uint8)
+        pieces: list[list[Piece]] = [[] for _ in self.plans]
         for piece in self.pieces:
-            dtype = dtype_of(self.plans[piece.array].saved.array.dtype)
-            values = data[piece.start : piece.stop].view(dtype).reshape(piece.box.shape)
-            found[piece.array][piece.box] = values
-        for plan, pieces in zip(self.plans, found, strict=True):
-            boxes, dtype = plan.stored_boxes(), dtype_of(plan.saved.array.dtype)
-            sizes = [box.size * dtype.itemsize for box in boxes]
-            arrays = [
-                empty(size).view(dtype).reshape(box.shape)
-                for box, size in zip(boxes, sizes, strict=True)
-            ]
-            for box, values in zip(boxes, arrays, strict=True):
-                for piece, part in pieces.items():
-                    if (both := box.intersect(piece)) is not None:
-                        values[both.within(box)] = part[both.within(piece)]
-            yield convert(plan, dict(zip(boxes, arrays, strict=True)))
+            pieces[piece.array].append(piece)
+        pairs = zip(self.plans, pieces, strict=True)
+        return [convert(plan, _merged(plan, some, data)) for plan, some in pairs]
 
     def moved_bytes(self) -> int:
         """Returns the bytes that this process gets from others."""
@@ -157,6 +141,18 @@ class Pack:
 
     def _mine(self) -> Iterator[Piece]:
         return (piece for piece in self.pieces if piece.process == self.index)
+
+
+def _merged(plan: LeafPlan, pieces: Sequence[Piece], data: Values) -> dict[Box, Values]:
+    """Returns the parts of a leaf that this process wants, in memory of their own."""
+    dtype, wanted = dtype_of(plan.saved.array.dtype), {}
+    for box in plan.stored_boxes():
+        wanted[box] = empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+        for piece in pieces:
+            if (both := box.intersect(piece.box)) is not None:
+                part = data[piece.start : piece.stop].view(dtype).reshape(piece.box.shape)
+                wanted[box][both.within(box)] = part[both.within(piece.box)]
+    return wanted
 
 
 def words_for(size_bytes: int) -> int:

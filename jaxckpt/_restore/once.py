@@ -19,14 +19,13 @@ so an error, and what follows from it, are as without this module.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Final, final
@@ -51,9 +50,12 @@ _logger = logging.getLogger("jaxckpt")
 
 # By default, smaller trees are read directly: compiling and connecting take a part of a second.
 _LEAST_TREE_BYTES: Final = 1 << 26
-# A round for each group; the next ones are read meanwhile.
+# A round for each group; the next ones are read meanwhile. The first ones are small, so that little
+# has been carried when it turns out how long that takes.
 _GROUPS: Final = 8
 _LEAST_GROUP_BYTES: Final = 8 << 20
+# Carrying for a shorter time shows no rate, as connecting takes a part of it.
+_SURE_S: Final = 1.0
 
 Pairs = Generator[tuple[Path, Any], None, None]
 Carrier = Spread | Pack
@@ -77,7 +79,7 @@ class Together:
     where: str  # for messages
     read_bytes: int = 0  # by this process, uncompressed
     moved_bytes: int = 0  # to this process
-    _once: list[Path] = field(default_factory=list, init=False)
+    once: tuple[str, ...] = ()  # the leaves that were read once
     _has_agreed: bool = field(default=False, init=False)
 
     def values(
@@ -93,25 +95,20 @@ class Together:
         others = [plan for plan in plans if plan.path not in carried]
         parts = [part for one in carriers for part in one.parts]
         budget_bytes = self.request.budget_bytes // (2 if carriers else 1)  # or a group beside it
-        self._once, done = [], set[Path]()
+        done = set[Path]()
         with closing(read([*parts, *others], budget_bytes=budget_bytes)) as values:
             for one, found in self._carried(carriers, values, partial(convert, item.path)):
                 done |= {plan.path for plan in one.plans}
                 self.read_bytes += sum(_read_bytes(item, part) for part in one.parts)
                 self.moved_bytes += one.moved_bytes()
                 yield from zip((plan.path for plan in one.plans), found, strict=True)
-            self._once = [plan.path for plan in plans if plan.path in done]
             if done == carried:
                 yield from values
-        left = others if done == carried else [plan for plan in plans if plan.path not in done]
+        self.once = tuple(path_text(plan.path) for plan in plans if plan.path in done)
+        left = [plan for plan in plans if plan.path not in done]
         self.read_bytes += sum(_read_bytes(item, plan) for plan in left if plan.saved.has_array)
         if done != carried:
             yield from read(left, budget_bytes=self.request.budget_bytes)
-
-    def completed(self, report: RestoreReport, read_bytes: int, moved_bytes: int) -> RestoreReport:
-        """Returns a report with what was read once, and the sums of all processes."""
-        once = tuple(map(path_text, self._once))
-        return replace(report, read_once=once, job_bytes=read_bytes, moved_bytes=moved_bytes)
 
     def end(self, facts: Json, problem: Exception | None, mark: str) -> Meeting:
         """Waits until all processes have read, or one has failed."""
@@ -129,7 +126,7 @@ class Together:
             return []
         self._has_agreed = True
         plan = {"plan": _described(item, carriers, self.request)}
-        with _aside(self.meter, "meet"):
+        with self.meter.phase("meet"):
             met = self._meet("restore", plan, None, _judge)
         if met.failed:
             raise Ended(met)
@@ -163,12 +160,12 @@ class Together:
                 if problem is None:
                     parts = [one.ready(_taken(one, values)) for one in group]
                     pace.has_read()
-                    with _aside(self.meter, "move"):
+                    with self.meter.phase("move"):
                         jax.block_until_ready(parts)
                         _check_room(group)  # compiles
             except Exception as error:  # reported to the other processes
                 problem = error
-            with _aside(self.meter, "meet"):
+            with self.meter.phase("meet"):
                 met = self._meet("restore group", pace.facts, problem, judge)
             if met.failed:
                 what = "could not read its part, so that every process reads all that it needs"
@@ -177,7 +174,7 @@ class Together:
                 break
             try:
                 start_s = time.monotonic()
-                with _aside(self.meter, "move"):
+                with self.meter.phase("move"):
                     carried = _carry(group, parts, convert)
                 pace.has_carried(group, time.monotonic() - start_s)
             except Exception as error:  # reported in the next round, or read directly
@@ -191,7 +188,8 @@ class Together:
         # Of a pack, each process holds all; of a spread leaf, its part.
         sizes = [x.size_bytes // (1 if isinstance(x, Pack) else count) for x in carriers]
         most_bytes = max(_LEAST_GROUP_BYTES, sum(sizes) // _GROUPS)
-        return grouped(carriers, sizes, int(min(self.request.budget_bytes // 4, most_bytes)))
+        most_bytes = min(self.request.budget_bytes // 4, most_bytes)
+        return grouped(carriers, sizes, most_bytes, _LEAST_GROUP_BYTES)
 
     def _meet(
         self,
@@ -230,6 +228,7 @@ def _carry(group: Sequence[Carrier], parts: list[Any], convert: Convert) -> list
             carried.append(one.take(moved, convert))
         except Exception as error:
             problem = problem or error
+        del moved  # before the next one comes
     jax.block_until_ready(carried)
     try:
         if problem is not None:
@@ -244,15 +243,12 @@ def _check_room(group: Sequence[Carrier]) -> None:
 
     The parts are there already.
     """
-    programs = list(filter(None, [one.program() for one in group]))
+    needs = [program.memory_analysis() for one in group if (program := one.program()) is not None]
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     left = [one["bytes_limit"] - one["bytes_in_use"] for one in stats if "bytes_limit" in one]
-    if not programs or not left:
-        return
-    needs = [program.memory_analysis() for program in programs]
     wanted = sum(one.output_size_in_bytes for one in needs)
-    wanted += max(one.temp_size_in_bytes for one in needs)
-    if wanted > min(left):
+    wanted += max((one.temp_size_in_bytes for one in needs), default=0)
+    if wanted > min(left, default=wanted):
         raise MemoryError(f"a device has {min(left)} bytes left, and a group takes {wanted}")
 
 
@@ -287,25 +283,16 @@ def goes_on(left_bytes: float, direct_bytes: float, total_bytes: float, given: l
         total_bytes: Of all that is read once.
         given: The facts of all processes.
     """
-    if not (carried_bytes := given[0]["carried"][0]):
+    carried_s = max(one["carried"][1] for one in given)
+    if carried_s < _SURE_S:
         return True
-    read, first, carried = ([one[name] for one in given] for name in ("read", "first", "carried"))
-    rate = sum(size for size, _ in first) / max(seconds for _, seconds in first)
+    # Reading waits while the memory is full, so that it may be quicker than the first group showed,
+    # and than all has been.
+    read, first = ([one[name] for one in given] for name in ("read", "first"))
+    rate = max(sum(size for size, _ in some) / max(s for _, s in some) for some in (read, first))
     unread_bytes = max(0.0, total_bytes - sum(size for size, _ in read))
-    carry_s = left_bytes / carried_bytes * max(seconds for _, seconds in carried)
+    carry_s = left_bytes / given[0]["carried"][0] * carried_s
     return unread_bytes / rate + carry_s <= direct_bytes / rate
-
-
-@contextlib.contextmanager
-def _aside(meter: Meter, name: str) -> Iterator[None]:
-    """Adds the time inside to another phase than "read", which is under way."""
-    start_s = time.monotonic()
-    try:
-        with meter.phase(name):
-            yield
-    finally:
-        meter.phases["read"] -= time.monotonic() - start_s
-        meter.current = "read"
 
 
 # --- words -----------------------------------------------------------------------------------

@@ -366,15 +366,15 @@ def _attempt(
             where = f"{source.where} was not restored"
             met.check(problem, where)
             raise_if_any(met.verdict, where)
-            if processes.count > 1:
-                meter.slowest = met.verdict["slowest"]
+            meter.slowest = met.verdict["slowest"]
         except CheckpointError as error:
             if all(met.marks.values()):
                 return error
             raise
         assert read is not None
         if read.report is not None:
-            report = together.completed(read.report, met.verdict["read"], met.verdict["moved"])
+            sums = {"job_bytes": met.verdict["read"], "moved_bytes": met.verdict["moved"]}
+            report = replace(read.report, read_once=together.once, **sums)
             read = replace(read, report=report)
         return read
     finally:

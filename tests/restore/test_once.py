@@ -6,10 +6,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._core.spread import grouped
 from jaxckpt._restore.once import goes_on
 from tests.workers.once import tree_of_every_kind
 from tests.workers.saves import mesh_of
@@ -153,21 +156,53 @@ def test_devices_hold_the_arrays_and_the_parts_of_a_group(run_processes, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("carried_s", "read", "goes"),
+    ("carried", "read", "goes"),
     [
-        (0.0, 100, True),  # of the first group, nothing is known
-        (0.9, 100, True),  # 8 s to read the rest, 7.2 s to carry it, 24 s to read it directly
-        (2.2, 100, False),  # 17.6 s to carry it
-        (2.2, 500, True),  # all of it has been read ahead
+        ([0, 0.0], [100, 2.0], True),  # of the first group, nothing is known
+        ([10, 0.9], [100, 2.0], True),  # nor after less than a second
+        ([100, 1.1], [100, 2.0], True),  # 8 s to read the rest, 8.8 s to carry it, 24 s directly
+        ([100, 2.2], [100, 2.0], False),  # 17.6 s to carry it
+        ([100, 2.2], [500, 10.0], True),  # all of it has been read ahead
+        ([100, 1.1], [250, 1.0], False),  # quicker than the first group: 9.8 s, or 4.8 s directly
     ],
 )
-def test_the_rest_is_carried_if_that_is_quicker(carried_s, read, goes):
+def test_the_rest_is_carried_if_that_is_quicker(carried, read, goes):
     """1,000 bytes at 100 bytes/s; the first two of ten groups have been carried."""
-    fact = {"first": [50, 1.0], "read": [read, 2.0], "carried": [100 * bool(carried_s), carried_s]}
+    fact = {"first": [50, 1.0], "read": read, "carried": carried}
 
-    assert (
-        goes_on(800, 3 * 800, 1000, [fact, {**fact, "carried": [fact["carried"][0], 0.1]}]) is goes
-    )
+    assert goes_on(800, 3 * 800, 1000, [fact, {**fact, "carried": [carried[0], 0.1]}]) is goes
+
+
+SECONDS = st.floats(1e-3, 1e3)
+
+
+@given(copies=st.integers(2, 64), read_s=SECONDS, carry_s=SECONDS)
+def test_little_is_lost_until_it_turns_out_to_be_slow(copies, read_s, carry_s):
+    """Of 1,000 leaves: as long as a few first groups take, and a few seconds.
+
+    Args:
+        read_s: To read all leaves once.
+        carry_s: To carry them.
+    """
+    leaves, least = 1000, 8
+    groups = [*grouped(range(leaves), [1] * leaves, leaves // 8, least)]
+    now_s = done = 0.0
+    first, carried = [len(groups[0]), len(groups[0]) * read_s / leaves], [0, 0.0]
+    for group in groups:
+        now_s = max(now_s, (done + len(group)) * read_s / leaves)  # is read
+        read = [min(leaves, now_s * leaves / read_s), now_s]  # the next ones meanwhile
+        fact = {"first": first, "read": read, "carried": carried}
+        if not goes_on(leaves - done, copies * (leaves - done), leaves, [fact]):
+            break
+        took_s = len(group) * carry_s / leaves
+        now_s += took_s
+        if done:
+            carried = [carried[0] + len(group), carried[1] + took_s]
+        done += len(group)
+    now_s += copies * (leaves - done) * read_s / leaves
+
+    first_s = least * (carry_s + read_s) / leaves
+    assert now_s <= copies * read_s + 4 * (first_s + 1)
 
 
 def test_the_option_has_three_values(tmp_path):

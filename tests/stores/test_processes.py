@@ -78,3 +78,22 @@ def test_a_store_is_asked_once_for_what_all_processes_want(
         assert all(one.result for one in done), way
         sent = sum(one.sent_bytes for one in server.running.requests.all())
         assert saved.result < sent < 1.05 * saved.result, way
+
+
+@pytest.mark.parametrize(("carry_s", "once"), [(1.2, 6), (1.3, 2)])
+def test_the_rest_is_carried_or_read_directly_as_all_agree(
+    gcs_server, use_store, run_processes, carry_s, once
+):
+    """By default; six leaves, a second to read each, and as many to carry it: not measured ones."""
+    server = use_store(gcs_server)
+    url = f"gs://{server.bucket}/a"
+    args = [url, 102, server.env, 6]
+    run_processes("once:save_parts", count=1, devices_per_process=8, args=args)
+
+    done = run_processes(
+        "once:restore_at_rates", devices_per_process=1, args=[url, carry_s, server.env]
+    )
+
+    names = [f"w{i}" for i in range(once)]
+    for one in done:
+        assert one.result == {"same": True, "once": names, "read": once + 2 * (6 - once)}

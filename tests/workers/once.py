@@ -130,11 +130,12 @@ def restore_kinds(me, path, budget_bytes):
     return {"differ": differ, "direct": direct, "more": report.job_bytes - sum(sizes.values())}
 
 
-def save_parts(me, url, megabytes, env):
-    """Saves an array in rows, one part for each device."""
+def save_parts(me, url, megabytes, env, leaves=1):
+    """Saves arrays in rows, one part of each for each device."""
     os.environ.update(env)
-    value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
-    jaxckpt.save(url, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+    value = np.arange(megabytes * 1_000_000 // leaves // 4096 // 64 * 64 * 1024, dtype=np.float32)
+    array = put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))
+    jaxckpt.save(url, {f"w{i}": array + i for i in range(leaves)})
 
 
 def restore_in_groups(me, path, names, shape):
@@ -237,15 +238,15 @@ def count_restore(me, url, target, once, env):
     os.environ.update(env)
     axes, spec = target
     sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
-    reports, sizes = [], [leaf.size_bytes for leaf in jaxckpt.open(url).leaves.values()]
+    reports: list[Any] = []
     options: dict[str, Any] = {"shardings": lambda *_: sharding, "read_once": once}
-    got = jaxckpt.restore(url, report=reports.append, **options)
-    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got))
-    return {"job": reports[0].job_bytes, "size": sum(sizes)}
+    leaves = jax.tree.leaves(jaxckpt.restore(url, report=reports.append, **options))
+    assert all(leaf.sharding == sharding for leaf in leaves)
+    return {"job": reports[0].job_bytes, "size": sum(leaf.nbytes for leaf in leaves)}
 
 
 def time_restore(me, url, target, once, envs):
-    """Restores an array; how long it took from the moment at which all began, and what was read.
+    """Restores arrays; how long it took from the moment at which all began, and what was read.
 
     Args:
         once: As `read_once`, or "one reader": process 0, which broadcasts it.
@@ -257,26 +258,72 @@ def time_restore(me, url, target, once, envs):
     os.environ.update(envs[me.index % len(envs)])
     axes, spec = target
     sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
-    (leaf,) = jaxckpt.open(url).leaves.values()
-    like = {"w": jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding)}
+    leaves = jaxckpt.open(url).leaves
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    like = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        for name, shape in shapes.items()
+    }
     reports = []
     current().barrier("begin", timeout_s=60)
     start_s = time.monotonic()
     if once == "one reader":
-        value = np.empty(leaf.shape, np.float32)
+        tree = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         if me.index == 0:
-            value = jaxckpt.restore(url, as_numpy=True)["w"]
-        value = multihost_utils.broadcast_one_to_all(value)
+            tree = jaxckpt.restore(url, as_numpy=True)
+        tree = multihost_utils.broadcast_one_to_all(tree)
         seconds = time.monotonic() - start_s
-        return {"seconds": seconds, "job": value.nbytes, "size": value.nbytes}
-    got = jaxckpt.restore(url, like, read_once=once, report=reports.append)["w"]
-    got.block_until_ready()
+        size = sum(value.nbytes for value in tree.values())
+        return {"seconds": seconds, "job": size, "size": size}
+    got = jaxckpt.restore(url, like, read_once=once, report=reports.append)
+    jax.block_until_ready(got)
     seconds = time.monotonic() - start_s
-    for shard in got.addressable_shards:
-        first = np.asarray(shard.data)[:, 0].astype(np.int64)
-        start = shard.index[1].start or 0
-        assert np.array_equal(first, np.arange(len(first)) * 1024 + start)
-    return {"seconds": seconds, "job": reports[0].job_bytes, "size": got.nbytes}
+    for name, array in got.items():
+        for shard in array.addressable_shards:
+            first = np.asarray(shard.data)[:, 0].astype(np.int64)
+            start = (shard.index[1].start or 0) + int(name[1:])
+            assert np.array_equal(first, np.arange(len(first)) * 1024 + start)
+    size = sum(array.nbytes for array in got.values())
+    return {"seconds": seconds, "job": reports[0].job_bytes, "size": size}
+
+
+def restore_at_rates(me, url, carry_s, env):
+    """Restores replicated leaves of which each is a group, with other rates than those measured.
+
+    Args:
+        carry_s: Of each leaf; to read a leaf takes a second.
+
+    Returns:
+        Which leaves were read once, and how many the job read.
+    """
+    import jax
+
+    os.environ.update(env)
+    everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
+    saved = jaxckpt.restore(url, as_numpy=True)
+    size = saved["w0"].nbytes
+    processes, reports, group = current(), [], 0
+    gather = processes.gather
+
+    def gathering(name, report, *args, **kwargs):
+        nonlocal group
+        if name == "restore group":
+            group += 1
+            carried = max(0, group - 2)  # after the first one
+            read, part = [size * group // me.count, group], [size // me.count, 1.0]
+            rates = {"first": part, "read": read, "carried": [size * carried, carry_s * carried]}
+            report = {**report, "value": rates}
+        return gather(name, report, *args, **kwargs)
+
+    processes.gather = gathering
+    like = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=everywhere)
+        for name, value in saved.items()
+    }
+    got = jaxckpt.restore(url, like, report=reports.append)
+    same = all(np.array_equal(got[name].addressable_data(0), saved[name]) for name in saved)
+    (report,) = reports
+    return {"same": same, "once": [*report.read_once], "read": report.job_bytes / size}
 
 
 def restore_ways(me, path):
