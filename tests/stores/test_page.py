@@ -131,7 +131,8 @@ def test_the_page_lists_how_to_sign_in():
     variables = [names[0] for names in credentials_module._ADDRESSES.values()]
     variables += credentials_module._NO_MACHINE.values()
     variables += [f"{prefix}_SKIP_SIGNATURE" for prefix in credentials_module._PREFIXES.values()]
-    ways = [re.findall(r"`(.+?)`|([A-Z_]{9,})", way) for way in credentials_module.SIGN_IN.values()]
+    texts = [credentials_module.SIGN_IN[scheme] for scheme in credentials_module._PREFIXES]
+    ways = [re.findall(r"`(.+?)`|([A-Z_]{9,})", text) for text in texts]
 
     wanted = {*variables, *("".join(found) for way in ways for found in way)}
     assert len(wanted) == 18
