@@ -134,11 +134,11 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1716, 11, 20),
     "manager open + save": (3921, 16, 41),
-    "open + save, local": (6331, 18, 129),  # its threads may do a little more or less
-    "restore(path, like)": (2250, 14, 8),
-    "manager.restore(like)": (2761, 18, 10),
-    "open": (583, 10, 5),
-    "verify": (1864, 15, 16),
+    "open + save, local": (6335, 18, 129),  # its threads may do a little more or less
+    "restore(path, like)": (2262, 14, 8),
+    "manager.restore(like)": (2765, 18, 10),
+    "open": (595, 10, 5),
+    "verify": (1868, 15, 16),
 }
 
 
@@ -175,17 +175,17 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2459, 1559),
-    "_disk": (4949, 3492),
+    "_disk": (4963, 3503),
     "_inspect": (1189, 812),
     "_progress": (222, 164),
     "_restore": (2052, 1534),
     "_run": (9598, 6649),
-    "_save": (2357, 1632),
+    "_save": (2364, 1639),
     "cli": (4534, 3243),
     "format": (3350, 2228),
     "integrations": (456, 247),
     "multihost": (992, 636),
-    "orbax": (6046, 3686),
+    "orbax": (6045, 3684),
     "pages": (2044, 1461),
     "storage": (4184, 2821),
     "testing": (1057, 700),

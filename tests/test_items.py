@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
 import uuid
 
 import jax
@@ -521,3 +522,17 @@ def test_files_of_another_program_alone_are_no_damage(tmp_path):
         jaxckpt.restore(tmp_path)
     assert "only a program's own handler" in str(jaxckpt.verify(tmp_path / "1").unchecked)
     assert jaxckpt.verify(tmp_path / "1").ok
+
+
+@pytest.mark.parametrize("item", ["state", "params"])
+def test_metrics_are_not_restored_in_place_of_a_lost_state(tmp_path, item):
+    """As after a power cut on a disk that lies, which also lost the record."""
+    with jaxckpt.CheckpointManager(tmp_path, item=item) as manager:
+        manager.save(1, {"w": np.ones(3)}, metrics={"loss": 3}).result()
+    (tmp_path / "1" / names.RECORD).unlink()
+    shutil.rmtree(tmp_path / "1" / item)
+
+    for restore in (lambda: jaxckpt.restore(tmp_path / "1"), lambda: jaxckpt.open(tmp_path / "1")):
+        with pytest.raises(CorruptCheckpoint, match=f"1/{item} is missing"):
+            restore()
+    assert jaxckpt.restore(tmp_path / "1", item="metrics") == {"loss": 3}

@@ -578,6 +578,10 @@ def choose_item(found: Found, item: str | None) -> str:
                 f"{found.path} has no item {item!r}; its items are {', '.join(items)}"
             )
         return item
+    for name in _lost_trees(found):
+        file = f"{found.path}/{name}"
+        text = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
+        raise CorruptCheckpoint(text, file=file)
     if len(items) == 1:
         return next(iter(items))
     trees = find_trees(found)
@@ -591,6 +595,16 @@ def choose_item(found: Found, item: str | None) -> str:
         f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
         "Choose one with `item`."
     )
+
+
+def _lost_trees(found: Found) -> list[str]:
+    """Returns the trees without which a checkpoint is no use: lost, by its metadata."""
+    if found.record is not None:
+        return []
+    there, handlers = {*found.entries(found.path), found.deleting, ""}, found.metadata.handlers
+    left = [kind for name, kind in handlers.items() if name in there]
+    lost = [n for n, kind in handlers.items() if kind != step.JSON_HANDLER and n not in there]
+    return [n for n in lost if n == names.STATE_ITEM or {*left} == {step.JSON_HANDLER}]
 
 
 def _being_deleted(found: Found) -> CheckpointNotFound:

@@ -490,7 +490,7 @@ class Opening:
             try:
                 earlier.end("another manager of this process has opened the run. Use that one")
             except BaseException as error:
-                if isinstance(error, Exception | KeyboardInterrupt):
+                if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
                     raise  # else its storage only simulates a process, which is dead
         index, root = self._index, self._index.root
         group, where = self._group, self._group.common(root)

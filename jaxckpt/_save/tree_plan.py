@@ -47,6 +47,7 @@ class TreePlan:
     placed: tuple[jax.sharding.Sharding | None, ...]  # of each array; None for a value on the host
     plan: SavePlan  # has the chunks that this process writes
     sources: tuple[Shard, ...]  # the shards with these chunks
+    custom_metadata: Any = None  # JSON to store with the tree
 
     @property
     def array_paths(self) -> list[Path]:
@@ -58,8 +59,14 @@ class TreePlan:
     @cached_property
     def tree(self) -> Tree:
         """Returns the tree, as in `_METADATA`."""
-        leaves, root, stored = self.flat.leaves(self.plan.stored), self.flat.root, self.plan.stored
-        return Tree(leaves=leaves, root=root, typed=True, uses_ocdbt=bool(stored))
+        stored = self.plan.stored
+        return Tree(
+            leaves=self.flat.leaves(stored),
+            root=self.flat.root,
+            typed=True,
+            uses_ocdbt=bool(stored),
+            custom_metadata=self.custom_metadata,
+        )
 
     @cached_property
     def shardings(self) -> Mapping[str, SavedSharding]:

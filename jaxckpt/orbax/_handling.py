@@ -51,9 +51,8 @@ class Stored:
         item = take_tree(name, self.tree, processes, copy=True)
         item.handler = self.handler
         if self.custom_metadata is not None:
-            plan = item.tree  # which other saves share
-            tree = replace(plan.tree, custom_metadata=self.custom_metadata)
-            item.tree = replace(plan, tree=tree)
+            # A copy: other saves share the plan.
+            item.tree = replace(item.tree, custom_metadata=self.custom_metadata)
         return item
 
 
