@@ -224,6 +224,8 @@ def _carry(group: Sequence[Carrier], parts: list[Any], convert: Convert) -> list
     carried, problem = [], None
     for one in group:
         moved = one.move(parts.pop(0))
+        # On CPUs, XLA does not keep operations apart that run at the same time: they may hang.
+        jax.block_until_ready(moved)
         try:
             carried.append(one.take(moved, convert))
         except Exception as error:
