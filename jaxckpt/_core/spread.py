@@ -16,6 +16,8 @@ from jaxckpt._core.box import Box, cut, whole
 T = TypeVar("T")
 
 _ALIGNMENT: Final = 64  # bytes
+# Multiples of it modulo 1 are far apart, however many there are: the golden ratio.
+_FAR_APART: Final = 0.618034
 
 # The axes that split each dimension of an array, the slowest first.
 Axes = tuple[tuple[str, ...], ...]
@@ -97,6 +99,24 @@ def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[in
     return float(counts.sum()) / math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
 
 
+def times_needed(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[int]) -> float:
+    """Returns how many times an array is read, if each distinct shard is read by one process.
+
+    Example:
+        >>> hosts = hosts_of(("dp", "x"), np.arange(8).reshape(2, 4))
+        >>> times_needed(hosts, (hosts.axes["x"],), (8,), (2,))
+        1.0
+        >>> times_needed(hosts, (hosts.axes["x"],), (8,), (4,))
+        2.0
+    """
+    counts = 1.0
+    for names, size, side in zip(axes, shape, unit, strict=True):
+        part = size // (parts := hosts.parts(names))
+        at = np.arange(parts)
+        counts *= (-(-(at + 1) * part // side) - at * part // side).sum() / -(-size // side)
+    return counts
+
+
 def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]) -> Division:
     """Divides an array among all devices such that the job reads as little as possible.
 
@@ -142,6 +162,26 @@ def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
                 left.remove(name)
         axes.append(tuple(taken))
     return tuple(axes)
+
+
+def shares(shard: Box, unit: Sequence[int], copies: int, *, number: int = 0) -> list[Box]:
+    """Returns the parts of a shard that one of its replicas reads, in whole units.
+
+    Args:
+        shard: Has the number of the replica in front, as the results have.
+        copies: How many replicas there are; successive ones may be devices of one process.
+        number: Of the array, so that other replicas read another one.
+
+    Example:
+        >>> shares(Box((1, 0, 4), (2, 6, 8)), (2, 4), 2)
+        [Box(start=(1, 2, 4), stop=(2, 4, 8))]
+    """
+    box = Box(shard.start[1:], shard.stop[1:])
+    parts = [*cut(box, _stripe(box.shape, unit, box.size // copies))]
+    first, step = int(number * _FAR_APART * copies), max(1, copies // len(parts))
+    row, after = shard.start[0], shard.stop[0]
+    mine = [part for i, part in enumerate(parts) if (first + i * step) % copies == row]
+    return [Box((row, *part.start), (after, *part.stop)) for part in mine]
 
 
 # --- many small arrays -----------------------------------------------------------------------

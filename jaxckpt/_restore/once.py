@@ -184,9 +184,7 @@ class Together:
         del problem  # its traceback refers to this frame
 
     def _groups(self, carriers: Sequence[Carrier]) -> Iterator[list[Carrier]]:
-        count = self.processes.count
-        # Of a pack, each process holds all; of a spread leaf, its part.
-        sizes = [x.size_bytes // (1 if isinstance(x, Pack) else count) for x in carriers]
+        sizes = [one.held_bytes for one in carriers]
         most_bytes = max(_LEAST_GROUP_BYTES, sum(sizes) // _GROUPS)
         most_bytes = min(self.request.budget_bytes // 4, most_bytes)
         return grouped(carriers, sizes, most_bytes, _LEAST_GROUP_BYTES)
