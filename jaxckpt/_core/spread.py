@@ -75,6 +75,7 @@ class Division(NamedTuple):
     direct: float
     once: float  # infinite if no way divides the array
     axes: Axes = ()  # of the parts
+    needed: float = math.inf  # if each distinct shard is read by one process
 
 
 def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[int]) -> float:
@@ -99,24 +100,6 @@ def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[in
     return float(counts.sum()) / math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
 
 
-def times_needed(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[int]) -> float:
-    """Returns how many times an array is read, if each distinct shard is read by one process.
-
-    Example:
-        >>> hosts = hosts_of(("dp", "x"), np.arange(8).reshape(2, 4))
-        >>> times_needed(hosts, (hosts.axes["x"],), (8,), (2,))
-        1.0
-        >>> times_needed(hosts, (hosts.axes["x"],), (8,), (4,))
-        2.0
-    """
-    counts = 1.0
-    for names, size, side in zip(axes, shape, unit, strict=True):
-        part = size // (parts := hosts.parts(names))
-        at = np.arange(parts)
-        counts *= (-(-(at + 1) * part // side) - at * part // side).sum() / -(-size // side)
-    return counts
-
-
 def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]) -> Division:
     """Divides an array among all devices such that the job reads as little as possible.
 
@@ -126,7 +109,7 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
     Example:
         >>> hosts = hosts_of(("dp", "tp"), np.arange(6).reshape(3, 2))
         >>> spread(hosts, ((), hosts.axes["tp"]), (60, 60), (20, 30))
-        Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)))
+        Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)), needed=1.0)
     """
     found: tuple[float, Axes] = math.inf, ()
     grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
@@ -136,7 +119,13 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
         found = min(found, (times_read(hosts, axes, shape, unit), axes), key=itemgetter(0))
         if found[0] <= 1:
             break
-    return Division(times_read(hosts, wanted, shape, unit), *found)
+    used = set(chain.from_iterable(wanted))
+    sides = [
+        n if name in used else 1 for name, n in zip(hosts.names, hosts.processes.shape, strict=True)
+    ]
+    distinct = Hosts(hosts.axes, np.arange(math.prod(sides)).reshape(sides))
+    needed = times_read(distinct, wanted, shape, unit)
+    return Division(times_read(hosts, wanted, shape, unit), *found, needed)
 
 
 def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:

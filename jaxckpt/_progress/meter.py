@@ -32,8 +32,7 @@ class Meter:
         self._kind: Operation = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
-        self.current = ""  # phase, or the previous phase if none is under way
-        self._within = ""  # phase
+        self.current = self._within = ""  # phase, or the previous phase if none is under way
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards `done_bytes`
@@ -76,15 +75,10 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a phase, and not to another one around it.
-
-        The profiler of JAX shows phases too.
-        """
+        """Adds the time inside to a phase, not to one around it; the profiler of JAX shows both."""
         around, self._within = self._within, name
-        self.current = name
-        before_s = time.monotonic()
-        # A process that has not imported jax lacks its profiler.
-        jax: Any = sys.modules.get("jax")
+        self.current, before_s = name, time.monotonic()
+        jax: Any = sys.modules.get("jax")  # a process that has not imported it lacks its profiler
         shown = jax.profiler.TraceAnnotation if jax else contextlib.nullcontext
         try:
             with shown(f"jaxckpt {self._kind} {name}"):
@@ -92,11 +86,9 @@ class Meter:
         finally:
             self._last_s = time.monotonic()
             self.phases[name] += self._last_s - before_s
+            self.phases[around] -= self._last_s - before_s
             self._within = around
-            if around:
-                self.phases[around] -= self._last_s - before_s
-            if around or name == "snapshot":
-                self.current = around or "wait"
+            self.current = around or ("wait" if name == "snapshot" else name)
 
     def waited(self) -> None:
         """Adds the time since the last phase to "wait"."""

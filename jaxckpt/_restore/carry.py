@@ -28,7 +28,6 @@ from jaxckpt._core.spread import (
     hosts_of,
     shares,
     spread,
-    times_needed,
 )
 from jaxckpt._core.transfer import boxes_here, empty, in_layout, to_device
 from jaxckpt._disk.native import Item
@@ -277,11 +276,10 @@ class _Way(NamedTuple):
     via: Any = None
     rows: Any = None  # of an array with a row for each replica
     copies: int = 1  # replicas
-    added: float = math.inf  # how often it is read if these are added up
 
     def adds(self, plan: LeafPlan) -> bool:
         """Returns whether replicas that read whole units are added up, as no way spreads these."""
-        return self.added <= _AS_GOOD < self.found.once and _bits(plan) is not None
+        return self.found.needed <= _AS_GOOD < self.found.once and _bits(plan) is not None
 
 
 def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
@@ -308,10 +306,10 @@ def _way(
     names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
     wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
     unused = tuple(name for name in hosts.names if not any(name in some for some in wanted))
-    found, added = spread(hosts, wanted, shape, unit), times_needed(hosts, wanted, shape, unit)
+    found = spread(hosts, wanted, shape, unit)
     specs = found.axes, wanted, (unused, *wanted)
     given, via, rows = (NamedSharding(mesh, PartitionSpec(*one)) for one in specs)
-    return _Way(found, given, via, rows, hosts.parts(unused), added)
+    return _Way(found, given, via, rows, hosts.parts(unused))
 
 
 @lru_cache(maxsize=1 << 6)

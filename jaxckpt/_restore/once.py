@@ -158,7 +158,10 @@ class Together:
             parts: list[Any] = []
             try:
                 if problem is None:
-                    parts = [one.ready(_taken(one, values)) for one in group]
+                    parts = [
+                        one.ready([value for _, value in islice(values, len(one.parts))])
+                        for one in group
+                    ]
                     pace.has_read()
                     with self.meter.phase("move"):
                         jax.block_until_ready(parts)
@@ -211,10 +214,6 @@ def _judge(given: list[Any]) -> Json:
 
 
 # --- groups ----------------------------------------------------------------------------------
-
-
-def _taken(one: Carrier, values: Pairs) -> list[Any]:
-    return [value for _, value in islice(values, len(one.parts))]
 
 
 def _carry(group: Sequence[Carrier], parts: list[Any], convert: Convert) -> list[list[Any]]:

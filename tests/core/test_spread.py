@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_chunks
-from jaxckpt._core.spread import allot, hosts_of, shares, spread, times_needed, times_read
+from jaxckpt._core.spread import allot, hosts_of, shares, spread, times_read
 
 
 def mesh_of(devices=1, **axes):
@@ -87,7 +87,7 @@ def test_a_unit_that_devices_of_a_process_share_is_read_once(devices, unit, axes
     boxes = {box for process in range(8) for box in boxes_of(hosts, axes, shape, process)}
     chunks = math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
     read = sum(len(plan_chunks(unit, (box,))) for box in boxes)
-    assert times_needed(hosts, axes, shape, unit) == pytest.approx(read / chunks)
+    assert spread(hosts, axes, shape, unit).needed == pytest.approx(read / chunks)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_every_element_is_read_by_one_process(hosts, wanted, unit, direct):
 
 
 def test_an_array_that_no_axis_divides_is_read_directly():
-    assert spread(mesh_of(x=8), ((),), (7,), (7,)) == (8, math.inf, ())
-    assert spread(mesh_of(x=8), (), (), ()) == (8, math.inf, ())
+    assert spread(mesh_of(x=8), ((),), (7,), (7,)) == (8, math.inf, (), 1)
+    assert spread(mesh_of(x=8), (), (), ()) == (8, math.inf, (), 1)
 
 
 @given(
