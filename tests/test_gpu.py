@@ -176,12 +176,14 @@ def test_processes_read_each_value_once_over_nccl(run_processes, tmp_path):
     rows = NamedSharding(Mesh(np.array(jax.devices()[:2]), "x"), P("x"))
     bits = np.random.default_rng(0).integers(0, 256, (512, 4096), np.uint8)
     tree = {"rows": jax.device_put(bits.view(np.float32), rows), "small": bits[0].view(np.float16)}
-    jaxckpt.save(tmp_path / "a", {**tree, "columns": tree["rows"]})
+    # The chunk of "whole" is read by one of two replicas, and added up.
+    jaxckpt.save(tmp_path / "a", {**tree, "columns": tree["rows"], "whole": bits.view(np.float32)})
+    wanted = {"rows": ({"x": 2}, []), "columns": ({"x": 2}, [None, "x"]), "whole": ({"x": 2}, [])}
 
     done = run_processes(
         "once:restore_each",
         devices_per_process=1,
-        args=[tmp_path / "a", {"rows": ({"x": 2}, []), "columns": ({"x": 2}, [None, "x"])}],
+        args=[tmp_path / "a", wanted],
         fresh=True,
         # This process has most of the memory.
         env={"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},

@@ -16,6 +16,8 @@ from jaxckpt._core.box import Box, cut, whole
 T = TypeVar("T")
 
 _ALIGNMENT: Final = 64  # bytes
+# Multiples of it modulo 1 are far apart, however many there are: the golden ratio.
+_FAR_APART: Final = 0.618034
 
 # The axes that split each dimension of an array, the slowest first.
 Axes = tuple[tuple[str, ...], ...]
@@ -73,6 +75,7 @@ class Division(NamedTuple):
     direct: float
     once: float  # infinite if no way divides the array
     axes: Axes = ()  # of the parts
+    needed: float = math.inf  # if each distinct shard is read by one process
 
 
 def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[int]) -> float:
@@ -106,7 +109,7 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
     Example:
         >>> hosts = hosts_of(("dp", "tp"), np.arange(6).reshape(3, 2))
         >>> spread(hosts, ((), hosts.axes["tp"]), (60, 60), (20, 30))
-        Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)))
+        Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)), needed=1.0)
     """
     found: tuple[float, Axes] = math.inf, ()
     grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
@@ -116,7 +119,13 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
         found = min(found, (times_read(hosts, axes, shape, unit), axes), key=itemgetter(0))
         if found[0] <= 1:
             break
-    return Division(times_read(hosts, wanted, shape, unit), *found)
+    used = set(chain.from_iterable(wanted))
+    sides = [
+        n if name in used else 1 for name, n in zip(hosts.names, hosts.processes.shape, strict=True)
+    ]
+    distinct = Hosts(hosts.axes, np.arange(math.prod(sides)).reshape(sides))
+    needed = times_read(distinct, wanted, shape, unit)
+    return Division(times_read(hosts, wanted, shape, unit), *found, needed)
 
 
 def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:
@@ -142,6 +151,26 @@ def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
                 left.remove(name)
         axes.append(tuple(taken))
     return tuple(axes)
+
+
+def shares(shard: Box, unit: Sequence[int], copies: int, *, number: int = 0) -> list[Box]:
+    """Returns the parts of a shard that one of its replicas reads, in whole units.
+
+    Args:
+        shard: Has the number of the replica in front, as the results have.
+        copies: How many replicas there are; successive ones may be devices of one process.
+        number: Of the array, so that other replicas read another one.
+
+    Example:
+        >>> shares(Box((1, 0, 4), (2, 6, 8)), (2, 4), 2)
+        [Box(start=(1, 2, 4), stop=(2, 4, 8))]
+    """
+    box = Box(shard.start[1:], shard.stop[1:])
+    parts = [*cut(box, _stripe(box.shape, unit, box.size // copies))]
+    first, step = int(number * _FAR_APART * copies), max(1, copies // len(parts))
+    row, after = shard.start[0], shard.stop[0]
+    mine = [part for i, part in enumerate(parts) if (first + i * step) % copies == row]
+    return [Box((row, *part.start), (after, *part.stop)) for part in mine]
 
 
 # --- many small arrays -----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Carries values from the process that reads them to the processes that want them, by XLA.
 
-Spread    a large leaf, of which each process reads an equal part: XLA reshards it
+Spread    a large leaf, of which each process reads an equal part: XLA reshards it. Or, if its
+          replicas outnumber its units, some replicas read whole units, and XLA adds them up
 Pack      leaves that cannot be spread, in whole units: XLA adds up what the processes have read,
           with zeros for what they have not, so that each gets all of it
 """
@@ -25,6 +26,7 @@ from jaxckpt._core.spread import (
     allot,
     grouped,
     hosts_of,
+    shares,
     spread,
 )
 from jaxckpt._core.transfer import boxes_here, empty, in_layout, to_device
@@ -51,21 +53,38 @@ class Spread:
     """One large leaf, of which each process reads a part."""
 
     plans: tuple[LeafPlan]  # of the wanted array
-    parts: tuple[LeafPlan]  # of what this process reads
-    via: NamedSharding | None  # the wanted one, on the mesh of the parts; None without a part here
+    parts: Sequence[LeafPlan]  # of what this process reads
+    given: NamedSharding | None  # of the parts; None if this process has no part in it
+    via: NamedSharding  # the wanted one, on the mesh of the parts
     size_bytes: int  # of the whole leaf
+    held_bytes: int  # by a process
     direct_bytes: float  # read by the job if each process reads its shards
+    bits: np.dtype[Any] | None  # as which it moves
+    # If it is added up: the replicas, along a first dimension, and where the parts are.
+    copies: int = 1
+    boxes: Sequence[Box] = ()
 
     def program(self) -> Any:  # jax's, compiled; None if this process has no part in it
-        (plan,), (part,) = self.plans, self.parts
-        if self.via is None:
+        (plan,) = self.plans
+        if self.given is None:
             return None
-        shardings = part.sharding, self.via, plan.sharding
-        return _resharding(*shardings, plan.saved.shape, _dtype(plan), part.bits)
+        how = plan.saved.shape, _dtype(plan), self.bits, self.copies
+        return _resharding(self.given, self.via, plan.sharding, *how)
 
     def ready(self, values: Sequence[Any]) -> Any:
-        (parts,) = values
-        return parts
+        if self.copies == 1 or self.given is None:
+            (parts,) = values
+            return parts
+        shape, bits = (self.copies, *self.plans[0].saved.shape), np.dtype(self.bits)
+        shards = {}
+        for shard in boxes_here(self.given, shape):
+            flat = empty(shard.size * bits.itemsize)
+            flat.fill(0)
+            shards[shard] = flat.view(bits).reshape(shard.shape)
+            for box, value in zip(self.boxes, values, strict=True):
+                if (both := box.intersect(shard)) is not None:
+                    shards[shard][both.within(shard)] = value[both.within(box)[1:]]
+        return to_device(shards, self.given, shape, bits)
 
     def move(self, parts: Any) -> Any:
         if (program := self.program()) is None:
@@ -77,13 +96,14 @@ class Spread:
     def take(self, array: Any, convert: Convert) -> list[Any]:
         del convert
         (plan,) = self.plans
-        is_there = self.via is None or plan.layout is None
+        is_there = self.given is None or plan.layout is None
         return [array if is_there else in_layout(array, plan.layout)]
 
     def moved_bytes(self) -> int:
         """Returns the bytes that this process gets from others."""
-        (plan,), (part,) = self.plans, self.parts
-        there = [box.intersect(one) for box in plan.boxes for one in part.boxes]
+        (plan,) = self.plans
+        read = [box for part in self.parts for box in part.boxes]
+        there = [box.intersect(one) for box in plan.boxes for one in read]
         count = sum(box.size for box in plan.boxes) - sum(box.size for box in there if box)
         return count * self.size_bytes // math.prod(plan.saved.shape)
 
@@ -110,6 +130,8 @@ class Pack:
     @property
     def size_bytes(self) -> int:
         return self.pieces[-1].stop
+
+    held_bytes = size_bytes  # by a process
 
     def program(self) -> Any:  # jax's, compiled
         return _adding(self.mesh, words_for(self.size_bytes))
@@ -201,17 +223,18 @@ def carriers_of(
     for plan in plans:
         if not plan.saved.has_array or 0 in plan.saved.array.shape:
             continue
-        size, way = size_of(plan.saved), _way_of(plan, unit_of(item, plan.saved), processes)
+        size, unit = size_of(plan.saved), unit_of(item, plan.saved)
+        way = _way_of(plan, unit, processes)
         if way is None or way.found.direct <= _AS_GOOD:
             continue
-        direct_bytes = way.found.direct * size
-        is_small = size <= _LEAST_SPREAD_BYTES or way.found.once > _AS_GOOD
+        is_good = way.found.once <= _AS_GOOD or way.adds(plan)
+        is_small = size <= _LEAST_SPREAD_BYTES or not is_good
         may_pack = size <= max(MAX_UNIT_BYTES, 2 * most_bytes)  # every process gets all of it
         if (is_small and may_pack) or not _can_spread(plan):
-            packed += [(plan, direct_bytes)] * may_pack
-        elif way.found.once < way.found.direct:
-            boxes = boxes_of(way.given, plan.saved.shape)
-            carriers.append(_spread(plan, way, boxes, size, direct_bytes))
+            packed += [(plan, way.found.direct * size)] * may_pack
+        elif is_good or way.found.once < way.found.direct:
+            how = {"number": len(carriers), "count": processes.count}
+            carriers.append(_spread(plan, way, unit, boxes_of, **how))
     if packed and (mesh := one_each(processes, devices or jax.devices())):
         sizes = [size_of(plan.saved) for plan, _ in packed]
         for i, some in enumerate(grouped(packed, sizes, most_bytes)):
@@ -251,6 +274,12 @@ class _Way(NamedTuple):
     found: Division
     given: Any = None  # NamedSharding
     via: Any = None
+    rows: Any = None  # of an array with a row for each replica
+    copies: int = 1  # replicas
+
+    def adds(self, plan: LeafPlan) -> bool:
+        """Returns whether replicas that read whole units are added up, as no way spreads these."""
+        return self.found.needed <= _AS_GOOD < self.found.once and _bits(plan) is not None
 
 
 def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
@@ -276,8 +305,11 @@ def _way(
     spec = (*target.spec, *(None,) * (len(shape) - len(target.spec)))
     names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
     wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
+    unused = tuple(name for name in hosts.names if not any(name in some for some in wanted))
     found = spread(hosts, wanted, shape, unit)
-    return _Way(found, *(NamedSharding(mesh, PartitionSpec(*one)) for one in (found.axes, wanted)))
+    specs = found.axes, wanted, (unused, *wanted)
+    given, via, rows = (NamedSharding(mesh, PartitionSpec(*one)) for one in specs)
+    return _Way(found, given, via, rows, hosts.parts(unused))
 
 
 @lru_cache(maxsize=1 << 6)
@@ -303,17 +335,49 @@ def _can_spread(plan: LeafPlan) -> bool:
 
 
 def _spread(
-    plan: LeafPlan, way: _Way, boxes: tuple[Box, ...], size_bytes: int, direct_bytes: float
+    plan: LeafPlan,
+    way: _Way,
+    unit: tuple[int, ...],
+    boxes_of: Callable[..., tuple[Box, ...]],
+    *,
+    number: int,
+    count: int,
 ) -> Spread:
+    """Returns what carries the leaf of a number, in a job of so many processes."""
+    shape, size, bits, adds = plan.saved.shape, size_of(plan.saved), _bits(plan), way.adds(plan)
+    given, copies, boxes = (way.rows, way.copies, []) if adds else (way.given, 1, [])
+    if not plan.boxes:  # the others carry it among themselves
+        parts, given = [plan], None
+    elif adds:
+        shards = boxes_of(given, (copies, *shape))
+        boxes = [box for one in shards for box in shares(one, unit, copies, number=number)]
+        part = plan._replace(kind="numpy", sharding=None, layout=None, bits=bits)
+        parts = [part._replace(boxes=(Box(box.start[1:], box.stop[1:]),)) for box in boxes]
+    else:
+        own = boxes_of(given, shape)
+        parts = [plan._replace(sharding=given, layout=None, bits=bits, boxes=own)]
+    return Spread(
+        plans=(plan,),
+        parts=parts,
+        given=given,
+        via=way.via,
+        size_bytes=size,
+        held_bytes=size * copies // count,
+        direct_bytes=way.found.direct * size,
+        bits=bits,
+        copies=copies,
+        boxes=boxes,
+    )
+
+
+def _bits(plan: LeafPlan) -> np.dtype[Any] | None:
+    """Returns the integers as which a leaf moves, if some have the size of its values.
+
+    XLA may compute with floats, which changes NaNs.
+    """
     dtype = _dtype(plan)
     is_float = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.finfo(dtype).bits >= 8
-    # As integers all the way: XLA may compute with floats, which changes NaNs.
-    bits = np.dtype(f"uint{8 * dtype.itemsize}") if is_float else None
-    part = plan._replace(sharding=way.given, layout=None, bits=bits, boxes=boxes)
-    sizes: dict[str, Any] = {"size_bytes": size_bytes, "direct_bytes": direct_bytes}
-    if not boxes:  # the others carry it among themselves
-        return Spread(plans=(plan,), parts=(plan,), via=None, **sizes)
-    return Spread(plans=(plan,), parts=(part,), via=way.via, **sizes)
+    return np.dtype(f"uint{8 * dtype.itemsize}") if is_float or dtype.kind in "iu" else None
 
 
 def _dtype(plan: LeafPlan) -> np.dtype[Any]:
@@ -331,12 +395,15 @@ def _resharding(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     bits: np.dtype[Any] | None,
+    copies: int,
 ) -> Any:
     def move(parts: Any) -> Any:
+        parts = parts if copies == 1 else parts.sum(0, dtype=bits)
         values = jax.lax.with_sharding_constraint(parts, via)
         return values if bits is None else jax.lax.bitcast_convert_type(values, dtype)
 
-    parts = jax.ShapeDtypeStruct(shape, bits or dtype, sharding=given)
+    rows = () if copies == 1 else (copies,)
+    parts = jax.ShapeDtypeStruct((*rows, *shape), bits or dtype, sharding=given)
     return jax.jit(move, out_shardings=target).lower(parts).compile()
 
 

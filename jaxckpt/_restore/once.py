@@ -158,7 +158,10 @@ class Together:
             parts: list[Any] = []
             try:
                 if problem is None:
-                    parts = [one.ready(_taken(one, values)) for one in group]
+                    parts = [
+                        one.ready([value for _, value in islice(values, len(one.parts))])
+                        for one in group
+                    ]
                     pace.has_read()
                     with self.meter.phase("move"):
                         jax.block_until_ready(parts)
@@ -184,9 +187,7 @@ class Together:
         del problem  # its traceback refers to this frame
 
     def _groups(self, carriers: Sequence[Carrier]) -> Iterator[list[Carrier]]:
-        count = self.processes.count
-        # Of a pack, each process holds all; of a spread leaf, its part.
-        sizes = [x.size_bytes // (1 if isinstance(x, Pack) else count) for x in carriers]
+        sizes = [one.held_bytes for one in carriers]
         most_bytes = max(_LEAST_GROUP_BYTES, sum(sizes) // _GROUPS)
         most_bytes = min(self.request.budget_bytes // 4, most_bytes)
         return grouped(carriers, sizes, most_bytes, _LEAST_GROUP_BYTES)
@@ -213,10 +214,6 @@ def _judge(given: list[Any]) -> Json:
 
 
 # --- groups ----------------------------------------------------------------------------------
-
-
-def _taken(one: Carrier, values: Pairs) -> list[Any]:
-    return [value for _, value in islice(values, len(one.parts))]
 
 
 def _carry(group: Sequence[Carrier], parts: list[Any], convert: Convert) -> list[list[Any]]:

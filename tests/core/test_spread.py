@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_chunks
-from jaxckpt._core.spread import allot, hosts_of, spread, times_read
+from jaxckpt._core.spread import allot, hosts_of, shares, spread, times_read
 
 
 def mesh_of(devices=1, **axes):
@@ -84,6 +84,10 @@ def test_a_unit_that_devices_of_a_process_share_is_read_once(devices, unit, axes
     axes = cut(hosts, axes)
 
     assert times_read(hosts, axes, shape, unit) == counted(hosts, axes, shape, unit)
+    boxes = {box for process in range(8) for box in boxes_of(hosts, axes, shape, process)}
+    chunks = math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
+    read = sum(len(plan_chunks(unit, (box,))) for box in boxes)
+    assert spread(hosts, axes, shape, unit).needed == pytest.approx(read / chunks)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +129,41 @@ def test_every_element_is_read_by_one_process(hosts, wanted, unit, direct):
 
 
 def test_an_array_that_no_axis_divides_is_read_directly():
-    assert spread(mesh_of(x=8), ((),), (7,), (7,)) == (8, math.inf, ())
-    assert spread(mesh_of(x=8), (), (), ()) == (8, math.inf, ())
+    assert spread(mesh_of(x=8), ((),), (7,), (7,)) == (8, math.inf, (), 1)
+    assert spread(mesh_of(x=8), (), (), ()) == (8, math.inf, (), 1)
+
+
+@given(
+    units=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 5)), max_size=3),
+    copies=st.integers(2, 6),
+    number=st.integers(0, 9),
+)
+def test_replicas_divide_a_shard_in_whole_units(units, copies, number):
+    """Each value is read by one of them."""
+    unit = tuple(size for _, _, size in units)
+    start = tuple(before * size for before, _, size in units)
+    stop = tuple((before + count) * size for before, count, size in units)
+
+    seen = np.zeros(stop, int)
+    for row in range(copies):
+        parts = shares(Box((row, *start), (row + 1, *stop)), unit, copies, number=number)
+        for part in parts:
+            assert (part.start[0], part.stop[0]) == (row, row + 1)
+            assert all(a % u == 0 for a, u in zip(part.start[1:], unit, strict=True))
+            seen[part.slices[1:]] += 1
+
+    assert (seen[Box(start, stop).slices] == 1).all()
+    assert seen.sum() == Box(start, stop).size
+
+
+def test_replicas_that_read_are_far_apart():
+    """Of 100 arrays of 4 units, each of 512 replicas, 8 of a host: none reads over a third more."""
+    parts = np.zeros(64, int)
+    for number in range(100):
+        for row in range(512):
+            parts[row // 8] += len(shares(Box((row, 0), (row + 1, 8)), (2,), 512, number=number))
+
+    assert (parts.sum(), parts.max()) == (400, 8)
 
 
 SIDES = st.lists(st.integers(1, 9), max_size=3)

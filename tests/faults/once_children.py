@@ -14,8 +14,8 @@ from tests.faults.dead_children import heard
 from tests.faults.zygote import say
 from tests.workers.saves import mesh_of, put
 
-# The first is spread, the others are packed.
-SHAPES = {"a": (24, 1 << 14), "b": (24, 1 << 12), "c": (24, 1 << 12)}
+# The first is spread, the second is a chunk that one of its replicas reads, the others are packed.
+SHAPES = {"a": (24, 1 << 14), "b": (24, 1 << 14), "c": (24, 1 << 12), "d": (24, 1 << 12)}
 LEAVES = tuple(SHAPES)
 # Each leaf is a group: less than one of them fits.
 OPTIONS = {"read_once": True, "budget_bytes": 1 << 16}
@@ -24,7 +24,8 @@ POINTS = [
     "after restore 1",
     "before restore group 1",
     "after restore group 1",  # and so before the collective operation, which the others enter
-    "after restore group 2",  # and before one that adds up
+    ADDED := "after restore group 2",  # and before one that adds up replicas
+    "after restore group 3",  # and before one that adds up what all have read
     "before restore 2",
 ]
 
@@ -48,12 +49,12 @@ def check(state, step):
 
 
 def save(root, devices=6):
-    """Saves two steps, each leaf in rows."""
+    """Saves two steps, each leaf in rows, but one."""
     import jaxckpt
 
     with jaxckpt.CheckpointManager(root) as manager:
         for step in (1, 2):
-            manager.save(step, tree_of(step, ("x",), devices))
+            manager.save(step, {**tree_of(step, ("x",), devices), "b": values_at(step)["b"]})
         manager.wait_until_finished()
 
 

@@ -313,7 +313,7 @@ ROWS = {
     "53": Row(
         title="a process killed or stopped, or a chunk damaged or unreadable, at each phase of a "
         "restore that reads each value once: no hang and no wrong value",
-        count=26,
+        count=29,
     ),
     "54": Row(
         title="a bit flips in one replica of a shard before the save: the leaf and the device are "

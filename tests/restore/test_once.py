@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -13,12 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core.spread import grouped
+from jaxckpt._restore.carry import carriers_of
 from jaxckpt._restore.once import goes_on
+from jaxckpt._restore.placement import LeafPlan
+from jaxckpt.cli._plan.cluster import Host, cluster_of
+from jaxckpt.format.tree import Leaf, StoredArray
 from tests.workers.once import tree_of_every_kind
 from tests.workers.saves import mesh_of
 
 pytestmark = pytest.mark.multihost
 SHAPE = (512, 1024)
+DATABASE = SimpleNamespace(tensors=None)  # stands for the item that carriers read from
 METADATA = 20_000  # bytes
 
 
@@ -47,6 +54,11 @@ def stored(tmp_path_factory):
             tree[name] = jax.device_put(value, NamedSharding(mesh, P(("a", "b"))))
     jaxckpt.save(path, tree)
     return path, dtypes
+
+
+def leaf_of(name, stored):
+    facts = {"dtype": stored.dtype, "shape": stored.shape, "stored": stored}
+    return Leaf(path=(name,), key_types=(2,), kind="array", **facts)
 
 
 def restored(run_processes, path, wanted, count=4, devices=1, **options):
@@ -80,6 +92,58 @@ def test_each_value_is_read_once_whatever_is_wanted(run_processes, stored):
         assert (job, ones[0]["once"]) == (ones[0]["size"], [name]), name
         # Every process reads the metadata.
         assert job <= sum(one["kernel"] for one in ones) <= job + 4 * METADATA, name
+
+
+@pytest.mark.parametrize(("count", "devices"), [(4, 1), (2, 2)])
+def test_replicas_that_outnumber_the_chunks_are_added_up(run_processes, tmp_path, count, devices):
+    """Each chunk is read by one of them, and no process gets more than it wants."""
+    halves = NamedSharding(mesh_of(b=2), P("b"))
+    bits = {"float32": SHAPE, "bfloat16": (1024, 1024), "int8": (4096, 1024), "int64": SHAPE}
+    wanted: dict[str, tuple[dict[str, int], list[str]]] = {}
+    tree = {}
+    with jax.enable_x64(True):
+        for dtype, shape in bits.items():
+            tree[f"{dtype} one"] = bits_of(getattr(ml_dtypes, dtype, dtype), shape)
+            tree[f"{dtype} two"] = jax.device_put(tree[f"{dtype} one"], halves)
+            wanted[f"{dtype} one"] = {"dp": 4}, []
+            wanted[f"{dtype} two"] = {"dp": 2, "fsdp": 2}, ["fsdp"]
+        wanted["int8 two"] = {"fsdp": 2, "dp": 2}, ["fsdp"]
+    jaxckpt.save(tmp_path / "a", tree)
+
+    found = restored(run_processes, tmp_path / "a", wanted, count, devices)
+
+    for name, ones in found.items():
+        axes, spec = wanted[name]
+        size = ones[0]["size"]
+        assert all(one["same"] for one in ones), name
+        is_split = bool(spec) and (count == 4 or next(iter(axes)) == "fsdp")
+        assert ones[0]["job"] == size, name
+        assert ones[0]["moved"] == size * (count // (2 if is_split else 1) - 1), name
+
+
+def test_thousands_of_hosts_get_only_what_they_want():
+    """Of arrays that 64 replicas of 64 hosts saved, in a chunk for each shard."""
+    cluster, index = cluster_of(4096, 4, {"dp": 64, "fsdp": 64, "tp": 4}), 777
+    sharding, host = NamedSharding(cluster.mesh, P("fsdp", "tp")), Host(index, 4096)
+    stored = StoredArray(shape=(8192, 4096), dtype="float32", chunk_shape=(128, 1024))
+    boxes = host.boxes_of(sharding, stored.shape)
+    plans = [
+        LeafPlan((str(i),), leaf_of(f"{i}", stored), None, "array", np.dtype("f4"), sharding, boxes)
+        for i in range(64)
+    ]
+
+    carriers = carriers_of(
+        *(DATABASE, plans, host, 1 << 27),  # pyright: ignore[reportArgumentType]
+        boxes_of=host.boxes_of,
+        devices=cluster.devices,
+    )
+
+    assert len(carriers) == 64
+    moved = sum(one.moved_bytes() for one in carriers)
+    read = sum(4 * box.size for one in carriers for part in one.parts for box in part.boxes)
+    chunks = 4 * 128 * 1024 * 4  # of one array, on the devices of a host
+    assert read + moved == 64 * chunks
+    assert chunks // 2 <= read <= 2 * chunks
 
 
 @pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20])
