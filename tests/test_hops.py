@@ -174,11 +174,11 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
-    "_core": (2459, 1559),
+    "_core": (2488, 1574),
     "_disk": (4963, 3503),
     "_inspect": (1189, 812),
     "_progress": (222, 164),
-    "_restore": (2052, 1534),
+    "_restore": (2118, 1591),
     "_run": (9598, 6649),
     "_save": (2364, 1639),
     "cli": (4534, 3243),
