@@ -133,8 +133,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1716, 11, 20),
-    "manager open + save": (3921, 16, 41),
-    "open + save, local": (6335, 18, 129),  # its threads may do a little more or less
+    "manager open + save": (3922, 16, 41),
+    "open + save, local": (6336, 18, 129),  # its threads may do a little more or less
     "restore(path, like)": (2262, 14, 8),
     "manager.restore(like)": (2765, 18, 10),
     "open": (595, 10, 5),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1189, 812),
     "_progress": (222, 164),
     "_restore": (2118, 1591),
-    "_run": (9598, 6649),
+    "_run": (9599, 6650),
     "_save": (2364, 1639),
     "cli": (4534, 3243),
     "format": (3350, 2228),

@@ -67,7 +67,7 @@ class Deletion:
         # Where steps go instead of being deleted.
         self.move_to = move_to
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
-        self._failed = False  # whether a failed deletion may have left a file
+        self.failed = False  # whether something that failed may have left a file
         self.half: list[str] = []  # the steps whose failed deletion may have left files
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
@@ -81,7 +81,7 @@ class Deletion:
         index, gone = self.index, []
         with self._reporting():
             wanted = {posixpath.basename(index.path(n)): n for n in numbers}
-            if self._failed or self.half or index.storage.atomic_rename:
+            if self.failed or self.half or index.storage.atomic_rename:
                 self._finish_deletions()
             if asked_for:  # a look now spares a step of another program the claim
                 kept = self.leases.leased(index.seen)
@@ -135,7 +135,7 @@ class Deletion:
         except SaveFailed as error:
             self.index.report(f"{root}: this job deletes no more steps: {error}")
         except OSError as error:
-            self._failed = True
+            self.failed = True
             self.index.report(f"{root}: old steps cannot be deleted: {error}")
             self._disown_doomed()
 
@@ -178,7 +178,7 @@ class Deletion:
 
     def _finish_deletions(self) -> None:
         """Ends deletions that began earlier."""
-        failed, self._failed, self.half = self._failed, False, []
+        failed, self.failed, self.half = self.failed, False, []
         if failed:
             self._disown_doomed()
         entries = self.index.entries()
@@ -221,7 +221,7 @@ class Deletion:
         try:
             self.index.storage.delete(path)
         except OSError as error:
-            self._failed = True
+            self.failed = True
             self.index.report(f"{path} is left over and cannot be removed: {error}")
 
     def _files(self, name: str) -> Files:

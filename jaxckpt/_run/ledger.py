@@ -70,7 +70,7 @@ class Ledger:
         self._owns: Callable[[], bool] = lambda: False
         self._written_s = 0.0
         self._written: tuple[bool, str] | None = None  # what makes the file out of date at once
-        self._failed = False
+        self.failed = False  # whether a write did, which may have left a file
 
     @property
     def starts(self) -> list[Start]:
@@ -159,7 +159,7 @@ class Ledger:
                     data = encode_ledger(self.starts)
                     self._index.storage.write(f"{self._index.root}/{names.LEDGER}", data)
         except OSError as error:
-            if not self._failed:
+            if not self.failed:
                 text = "cannot be written; saves go on, and it is tried again later"
                 self._index.report(f"{self._index.root}/{names.LEDGER} {text}: {error}")
-            self._failed = True
+            self.failed = True

@@ -460,6 +460,7 @@ class Saver:
         else:
             with suppress(OSError):
                 self._roots[-1].reach.ask(write)
+        self._roots[-1].deletion.failed |= self.ledger.failed
 
     def _finish_step(self, saving: SavingStep) -> None:
         """Saves a step, and does what follows its commit."""

@@ -53,7 +53,10 @@ def test_a_signal_saves_the_current_step_once_and_ends_the_loop(zygote, ram_path
         {"saved_for_preemption": stopped}
     ]
     there = zygote.run(children.check_run, ram_path)
-    assert there == {"steps": sorted({*there["steps"], 7, stopped}), "temporary": []}
+    assert there == {
+        "steps": sorted({*there["steps"], stopped, *([7] if stopped <= 21 else [])}),
+        "temporary": [],
+    }
     assert there["steps"][-1] == stopped
 
 

@@ -439,7 +439,7 @@ def test_a_browser_shows_the_report(page, tmp_path):
     seen = browse(page, tmp_path)
 
     assert re.findall(r"<td class=\"jc-num\"><b>([\d,]+)</b>", seen.dom)[:2] == ["3,000", "2,900"]
-    assert seen.dom.count("<tr>") == 29 + 2
+    assert seen.dom.count("<tr>") == 29 + 4
     assert "<title>vit-b16 · checkpoints</title>" in seen.dom
     assert seen.console == []
 
