@@ -57,10 +57,8 @@ def test_a_start_leaves_one_line(tmp_path):
     assert (begun.end, begun.first, begun.saves) == ("", None, 0)
     assert (line.end, line.began, line.first, line.reached, line.saved) == (CLOSED, 0, 1, 5, 5)
     assert (line.start, line.opened_s, line.saves) == (begun.start, begun.opened_s, 5)
-    assert line.trained_s > 0
-    assert line.blocked_s > 0
     assert line.saving_s > 0
-    assert line.seen_s >= line.opened_s
+    assert 0 <= line.trained_s + line.blocked_s <= line.seen_s - line.opened_s + 0.01
 
 
 def test_the_next_start_adds_a_line_and_keeps_the_first(tmp_path):
