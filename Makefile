@@ -47,16 +47,16 @@ test: $(VENV)/.installed-test
 stores: $(VENV)/.installed-test
 	@mkdir -p build
 	$(python) -m pytest -m "stores and not slow" -n 3 --dist worksteal \
-	  --scorecard build/stores.md --scorecard-of stores $(PYTEST_ARGS)
+	  --scorecard=build/stores.md --scorecard-of=stores $(PYTEST_ARGS)
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build
 	$(python) -m pytest -m "faults and not slow" -n auto --maxprocesses 2 --dist worksteal \
-	  --scorecard build/faults.md $(PYTEST_ARGS)
+	  --scorecard=build/faults.md $(PYTEST_ARGS)
 
 faults-root: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-of faults-root \
+	$(python) -m pytest -m faults_root --scorecard=build/faults-root.md --scorecard-of=faults-root \
 	  $(PYTEST_ARGS)
 
 # JAX_PLATFORMS names the platforms of jax; the CPU is for what has to be there too.
@@ -69,7 +69,7 @@ browser: $(VENV)/.installed-test docs
 soak: $(VENV)/.installed-test
 	@mkdir -p build
 	SOAK_MINUTES=$(SOAK_MINUTES) $(python) -m pytest -m "faults and slow" -o faulthandler_timeout=0 \
-	  --scorecard build/soak.md --scorecard-of soak $(PYTEST_ARGS)
+	  --scorecard=build/soak.md --scorecard-of=soak $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-fuzz
 	$(python) -m tests.faults.fuzz -max_total_time=$$(( 60 * $(FUZZ_MINUTES) )) build/corpus
