@@ -138,7 +138,7 @@ CEILINGS = {
     "restore(path, like)": (2262, 14, 8),
     "manager.restore(like)": (2765, 18, 10),
     "open": (595, 10, 5),
-    "verify": (1868, 15, 16),
+    "verify": (1871, 15, 16),
 }
 
 
@@ -176,7 +176,7 @@ FOLDERS = {
     "_convert": (1202, 814),
     "_core": (2488, 1574),
     "_disk": (4963, 3503),
-    "_inspect": (1189, 812),
+    "_inspect": (1192, 815),
     "_progress": (222, 164),
     "_restore": (2118, 1591),
     "_run": (9599, 6650),

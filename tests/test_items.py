@@ -536,3 +536,6 @@ def test_metrics_are_not_restored_in_place_of_a_lost_state(tmp_path, item):
         with pytest.raises(CorruptCheckpoint, match=f"1/{item} is missing"):
             restore()
     assert jaxckpt.restore(tmp_path / "1", item="metrics") == {"loss": 3}
+    assert [problem.file for problem in jaxckpt.verify(tmp_path / "1").problems] == [
+        str(tmp_path / "1" / item)
+    ]

@@ -578,7 +578,7 @@ def choose_item(found: Found, item: str | None) -> str:
                 f"{found.path} has no item {item!r}; its items are {', '.join(items)}"
             )
         return item
-    for name in _lost_trees(found):
+    for name in lost_trees(found):
         file = f"{found.path}/{name}"
         text = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
         raise CorruptCheckpoint(text, file=file)
@@ -597,7 +597,7 @@ def choose_item(found: Found, item: str | None) -> str:
     )
 
 
-def _lost_trees(found: Found) -> list[str]:
+def lost_trees(found: Found) -> list[str]:
     """Returns the trees without which a checkpoint is no use: lost, by its metadata."""
     if found.record is not None:
         return []

@@ -11,7 +11,7 @@ from jaxckpt._core.box import cut, tile, whole, widened
 from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.find import at_rest, lost_trees, open_item
 from jaxckpt._disk.found import (
     Found,
     JsonItem,
@@ -106,6 +106,9 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     """Compares every file with the record, and looks for unrecorded files."""
     if found.record is None:
         unchecked.append(f"{found.path}: no {names.RECORD}: its metadata has no checksums")
+        for file in [f"{found.path}/{name}" for name in lost_trees(found)]:
+            message = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it"
+            problems.append(Problem(file=file, leaf=None, message=message, unreadable=True))
         return 0
     for item in found.removed:
         file = f"{found.path}/{item}"
