@@ -22,7 +22,7 @@ from typing import Any, Final, final
 
 from jaxckpt._run.index import StepIndex
 from jaxckpt._save.worker import is_ending
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format import names
 from jaxckpt.format.ledger import (
     CLOSED,
@@ -158,7 +158,7 @@ class Ledger:
                 if owns():
                     data = encode_ledger(self.starts)
                     self._index.storage.write(f"{self._index.root}/{names.LEDGER}", data)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             if not self.failed:
                 text = "cannot be written; saves go on, and it is tried again later"
                 self._index.report(f"{self._index.root}/{names.LEDGER} {text}: {error}")

@@ -175,14 +175,14 @@ def test_what_a_stale_job_replaced_is_written_again(tmp_path):
     assert [(line.saved, line.end) for line in lines(tmp_path)] == [(2, CLOSED), (3, CLOSED)]
 
 
-def test_it_is_written_now_and_then(tmp_path, monkeypatch):
+def test_it_is_written_now_and_then(tmp_path, limits):
     """After the first save, and when two minutes have passed since: never with each save."""
     with jaxckpt.CheckpointManager(tmp_path) as manager:
         for step in range(1, 6):
             manager.save(step, STATE)
             manager.wait_until_finished()
             if step == 4:
-                monkeypatch.setattr(ledger_module, "EVERY_S", 0.0)
+                limits(ledger_module, EVERY_S=0.0)
             assert lines(tmp_path)[0].saved == (1 if step < 5 else 5)
 
 

@@ -97,6 +97,7 @@ class Bucket:
         self._uploads: dict[str, dict[int, bytes]] = {}
         self._listed: dict[str, Object] | None = None  # what listings show, if they lag
         self._read: dict[str, Object] | None = None  # what reads find, if they lag
+        self.begins_anew = False  # whether listings ignore `start_after`
 
     def freeze(self, *, lists: bool = False, reads: bool = False) -> None:
         """Lets listings, or reads, show what there is now until `thaw`, as where they lag."""
@@ -157,6 +158,7 @@ class Bucket:
         with self._lock:
             objects = sorted((self._objects if self._listed is None else self._listed).items())
         found: dict[str, Object | None] = {}
+        start_after = "" if self.begins_anew else start_after
         for name, entry in objects:
             if not name.startswith(prefix) or name < start or name <= start_after:
                 continue
