@@ -233,7 +233,7 @@ def sharing(tmp_path):
     with CheckpointManager(run, local=tier, keep=KeepPolicy(last=1)) as manager:
         for step in range(1, 5):
             manager.save(step, {"w": frozen, "step": step}).durable()
-        manager.wait_until_finished()
+            manager.wait_until_finished()  # until what the next step may share is read back
         assert manager.tiers["durable"] == [4]
     shared = [
         file
