@@ -358,8 +358,8 @@ class Saver:
         elif sum(known.values()) > left_s:
             fits = "this does not fit; it is tried"
             if self._tiers is not None:
-                first = f"the upload begins with {self._options.item}"
-                fits = f"this does not fit; it is saved here, and {first}"
+                fits = "this does not fit; it is saved here, and the upload begins with "
+                fits += f"{self._options.item}: what is not sent is only on the disks of hosts"
         elif known.get("its upload") is not None and self._tiers is not None:
             self._tiers.uploader.hurry(step)
         text = "; ".join([*texts, fits]) if known else "nothing is measured yet"

@@ -201,6 +201,5 @@ def test_a_notice_that_comes_too_late(tmp_path, limits, caplog):
         manager.save(7, {"w": 7}).result()
         assert manager.tiers["local"] == [0, 7]
     said = [record.getMessage() for record in caplog.records]
-    assert any(
-        "does not fit; it is saved here, and the upload begins with state" in s for s in said
-    )
+    told = "the upload begins with state: what is not sent is only on the disks of hosts"
+    assert any(f"does not fit; it is saved here, and {told}" in s for s in said)
