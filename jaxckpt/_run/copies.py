@@ -13,13 +13,7 @@ class Copy(NamedTuple):
 
     step: int
     root: int  # the index of the root; the nearest is 0
-    # The processes whose disks lack it, where each has its own; they read it in the directory.
-    lacking: tuple[int, ...] = ()
-    is_united: bool = False  # whether the processes read it from each other's disks: `coverage`
-
-    def root_of(self, process: int) -> int:
-        """Returns the index of the root where a process reads it."""
-        return self.root + (process in self.lacking and not self.is_united)
+    is_united: bool = False  # whether the processes read it from all places together: `coverage`
 
 
 def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
@@ -42,62 +36,34 @@ def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
 Disks = Sequence[Mapping[int, str]]
 
 
-def over_disks(disks: Disks, directory: Mapping[int, str | None]) -> list[Copy]:
+def over_disks(disks: Disks, directory: Mapping[int, str | None], others: Disks = ()) -> list[Copy]:
     """Returns the copies to try, in order, where each process has what it held on its own disk.
 
-    A step is there only if the directory has it, or every process has its part of one save. Parts
-    of the save that the directory has are read from the disks that have them.
+    A step is whole if every process has its part of one save, that of the directory if it has the
+    step. Whatever of that save is on any disk, all places together may have it.
 
     Args:
         directory: The same as in `disks` for the steps in the directory; None if no step like it is
             on a disk.
-
-    Example:
-        >>> [copy[:3] for copy in over_disks([{10: "a", 20: "b"}, {20: "b", 30: "c"}], {10: "a"})]
-        [(20, 0, ()), (10, 0, (1,)), (10, 1, ())]
-    """
-    copies = []
-    for step in sorted({*directory}.union(*disks), reverse=True):
-        found = [disk.get(step) for disk in disks]
-        token = directory.get(step, found[0])
-        lacking = tuple(i for i, one in enumerate(found) if one is None or one != token)
-        if not lacking or (step in directory and len(lacking) < len(disks)):
-            copies.append(Copy(step, 0, lacking))
-        if step in directory:
-            copies.append(Copy(step, 1))
-    return copies
-
-
-def with_united(
-    copies: Sequence[Copy],
-    disks: Disks,
-    directory: Mapping[int, str | None],
-    others: Disks = (),
-) -> list[Copy]:
-    """Returns the copies to try, and those that all disks together may have.
-
-    A process whose disk lacks a step reads it from other disks rather than from the directory.
-
-    Args:
-        copies: The result of `over_disks`.
         others: Like `disks`, for places without a process.
 
     Example:
-        >>> disks = [{10: "a", 20: "b"}, {10: "a"}]
-        >>> [copy[:4] for copy in with_united(over_disks(disks, {}), disks, {}, [{30: "c"}])]
-        [(30, 0, (0, 1), True), (20, 0, (1,), True), (10, 0, (), False), (10, 0, (), True)]
+        >>> over_disks([{10: "a"}, {10: "a", 20: "b"}], {20: "b"})[:2]
+        [Copy(step=20, root=0, is_united=True), Copy(step=20, root=1, is_united=False)]
+        >>> over_disks([{10: "a"}, {10: "a", 20: "b"}], {20: "b"})[2:]
+        [Copy(step=10, root=0, is_united=False), Copy(step=10, root=0, is_united=True)]
     """
-    united = []
-    for step in set().union(*disks, *others):
-        lacking = tuple(i for i, disk in enumerate(disks) if step not in disk)
+    copies = []
+    for step in sorted({*directory}.union(*disks, *others), reverse=True):
+        found = [disk.get(step) for disk in disks]
         saves = {disk[step] for disk in (*disks, *others) if step in disk}
-        if directory.get(step) in {*saves, None}:
-            united.append(Copy(step, 0, lacking, True))
-
-    def order(copy: Copy) -> tuple[int, ...]:
-        return -copy.step, copy.root, copy.is_united ^ bool(copy.lacking)
-
-    return sorted([*copies, *united], key=order)
+        if None not in found and {*found} == {directory.get(step, found[0])}:
+            copies.append(Copy(step, 0))
+        if saves and directory.get(step) in {*saves, None}:
+            copies.append(Copy(step, 0, is_united=True))
+        if step in directory:
+            copies.append(Copy(step, 1))
+    return copies
 
 
 class Saved(NamedTuple):

@@ -3,12 +3,13 @@
 introduce    a process whose disk lacks the step gets what is alike in all shares: the small files
 need         each process plans its restore, and finds the chunks that its own disk lacks
 choose       each process reports which of them it has, checked; one of these sends each chunk
-fetch        chunks that none has are copied from peers, each by one process, which then has them
+fetch        chunks that none has are copied from a peer, or else from the directory, each by one
+             process, which then has them
 carry        XLA adds up what the processes send, with zeros for the rest
 read         from a copy beside the share: links to its files, and files with what has come
 
 The shares stay as they are. The copy is in a temporary directory, which goes after the restore; if
-the process dies, the next job removes it. If a chunk is on no disk, nothing is sent.
+the process dies, the next job removes it. If a chunk is nowhere, nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import posixpath
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,7 @@ from jaxckpt._core.spread import grouped
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found, NotHere, Wanted
+from jaxckpt._disk.found import Found, NotHere, Wanted, check_sizes
 from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._restore.carry import adding, one_each, words_for
@@ -64,7 +65,7 @@ class Coverage:
     timeout_s: float
     index: StepIndex = field(init=False)  # where this process reads the step
     come: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
-    copied: list[int] = field(default_factory=lambda: [0, 0])  # from peers, by all processes
+    copied: list[int] = field(default_factory=lambda: [0, 0])  # from elsewhere, by all processes
     _disks: list[Disk] = field(default_factory=list)  # its own, other shares there, copies
     _has_own: bool = False  # whether this process's disk has the step
     _save: str = ""  # that the step is of
@@ -75,8 +76,8 @@ class Coverage:
     _needs: set[Wanted] = field(default_factory=set)
     _lacks: set[Wanted] = field(default_factory=set)
     _came: dict[Wanted, Entry] = field(default_factory=dict)
-    _fetched: dict[Wanted, Entry] = field(default_factory=dict)  # checked copies from peers
-    _asked: set[Wanted] = field(default_factory=set)  # of the peers
+    _fetched: dict[Wanted, Entry] = field(default_factory=dict)  # checked copies from elsewhere
+    _asked: set[Wanted] = field(default_factory=set)  # elsewhere
     _attempts: list[Transaction] = field(default_factory=list)
     _who: str = ""  # the processes without the step
 
@@ -131,9 +132,12 @@ class Coverage:
         """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
         self._disks = self._open([self.share])
         self._has_own = bool(self._disks)
-        if not self._has_own:
-            with contextlib.suppress(*_FAILURES):
-                self.is_damaged = self.step in self.share.steps()
+        try:
+            self.is_damaged = not self._has_own and self.step in self.share.steps()
+            for disk in self._disks:
+                check_sizes(disk.found)
+        except _FAILURES:
+            self.is_damaged = True
         self._disks += self._open(self.peers.here)
 
     def _open(
@@ -202,9 +206,10 @@ class Coverage:
 
     def said(self) -> str:
         """Returns what came from other disks."""
+        elsewhere = f"{'at peers or ' if self.peers.urls else ''}in {self.directory.index.root}"
         told = [
             f"{counted(count, 'chunk')} of {size_text(size)} were {how}"
-            for count, size, how in ((*self.come, "sent"), (*self.copied, "read at peers"))
+            for count, size, how in ((*self.come, "sent"), (*self.copied, f"read {elsewhere}"))
             if count or how == "sent"
         ]
         lacked = f": {self._who}" if self._who else ""
@@ -226,11 +231,11 @@ class Coverage:
     # --- fetching --------------------------------------------------------------------------------
 
     def _fetch(self, missing: Sequence[Wanted]) -> bool:
-        """Copies from peers what no process has, each process a part; returns whether any came."""
+        """Copies from elsewhere what no process has, each a part; returns whether any came."""
         mine = {*missing[self.processes.index :: self.processes.count]} - self._asked
         self._asked |= {*missing}
         got: dict[Wanted, Entry] = {}
-        for index in self.peers.having(self.step) if mine else ():
+        for index in self._elsewhere() if mine else ():
             if wanted := mine - got.keys():
                 try:
                     got |= self._copy(index, wanted)
@@ -242,8 +247,14 @@ class Coverage:
         self.copied = [self.copied[0] + came[0], self.copied[1] + came[1]]
         return came[0] > 0
 
+    def _elsewhere(self) -> Iterator[StepIndex]:
+        """Yields the roots without a process that have the step: of peers, then the directory."""
+        yield from self.peers.having(self.step)
+        if self.step in (self.directory.known_steps() or ()):
+            yield self.directory.index
+
     def _copy(self, index: StepIndex, wanted: AbstractSet[Wanted]) -> dict[Wanted, Entry]:
-        """Copies chunks from a peer to this disk; returns those that are good."""
+        """Copies chunks from another root to this disk; returns those that are good."""
         step = Disk(find(index.storage, index.path(self.step)))
         there = step.entries(wanted, 0) if step.found.origin == self._save else {}
         attempt, came = self._begin(), dict[Wanted, Entry]()
@@ -258,7 +269,7 @@ class Coverage:
         copied = Disk(find(attempt.storage, attempt.path))
         good = copied.entries(came.keys(), self.budget_bytes)
         for _, key in came.keys() - good.keys():
-            self.share.report(f"{index.path(self.step)} at a peer is damaged: chunk {key!r}")
+            self.share.report(f"{index.path(self.step)} is damaged: chunk {key!r}")
         return good
 
     # --- carrying --------------------------------------------------------------------------------

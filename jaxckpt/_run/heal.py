@@ -126,13 +126,15 @@ def _replace_bad(
         The files, and the error if the other copy has one that is as bad.
     """
     sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
-    recorded, replaced, problem = ours.recorded(ours.path), [], None
+    recorded, known = ours.recorded(ours.path), theirs.recorded(theirs.path)
+    replaced, problem = [], None
     try:
         source = contents_of(theirs)
     except CorruptCheckpoint as error:
         return [], _damaged_too(theirs, error)
-    for name, facts in sent.facts().items():
-        read = partial(source.pieces, sent.files[name], facts.size)
+    for name, file in {**dict(zip(known, known, strict=True)), **sent.files}.items():
+        facts = known[file]
+        read = partial(source.pieces, file, facts.size)
         if recorded.get(name) != facts or _has_bytes(ours, name, facts.size, read()):
             continue
         try:

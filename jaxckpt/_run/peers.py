@@ -60,7 +60,7 @@ class Peers:
 
     def leave(self, index: StepIndex, error: Exception) -> None:
         """Reports why a root is of no use; leaves out its whole peer if that does not answer."""
-        self.report(f"{index.root} at a peer is left out: {error}")
+        self.report(f"{index.root} is left out: {error}")
         gone = [index]
         if is_io_failure(error):
             gone = [one for one in self.there() if now(one.storage) is now(index.storage)]

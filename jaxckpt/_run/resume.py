@@ -21,7 +21,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, with_united
+from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
 from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
@@ -85,7 +85,7 @@ class Resume:
         with leading(self.processes, name, where=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
                 led.value = self._copies(step, *known)
-        return [Copy(step, root, tuple(lacks), one) for step, root, lacks, one in led.value]
+        return [Copy(*one) for one in led.value]
 
     def report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
@@ -129,7 +129,7 @@ class Resume:
         index, local = self.roots[-1].index, set().union(*disks, *others)
         there = found.get(len(self.roots) - 1, ())
         durable = {n: origin_in(index, n) if n in local else None for n in there}
-        return with_united(over_disks(disks, durable), disks, durable, others)
+        return over_disks(disks, durable, others)
 
     def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
@@ -263,7 +263,7 @@ class Resume:
         Args:
             index: Where to read it, if not where the copy is.
         """
-        step, root = copy.step, self._root_of(copy)
+        step, root = copy.step, self.roots[copy.root]
         read, value, error = reading(index or root.index, step), None, None
         try:
             with nullcontext(True) if self.writes else root.leases.protect(step) as there:
@@ -358,18 +358,14 @@ class Resume:
         elif found.differences:
             index.report(f"step {step} is restored, though {marked_as(found)}")
 
-    def _root_of(self, copy: Copy) -> Root:
-        """Returns where this process reads a copy."""
-        return self.roots[copy.root_of(self.processes.index)]
-
     def _other_failed(self, copy: Copy, problem: str) -> CheckpointError:
-        path = self._root_of(copy).index.path(copy.step)
+        path = self.roots[copy.root].index.path(copy.step)
         text = f"{path}: another process found the step damaged: {problem}"
         return CorruptCheckpoint(text, file=path)
 
     def _settle(self, failed: _Attempt, good: Copy) -> None:
         """Mends a damaged copy or sets it aside, if this process may; else reports it."""
-        error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
+        error, step, root = failed.error, failed.copy.step, self.roots[failed.copy.root]
         # A leader settles the damage that a mate has found, too.
         leads = root.group.leads and (failed.is_mine or root.group.mates.count > 1)
         if failed.copy.is_united or (good.is_united and good.step == step):
@@ -378,7 +374,7 @@ class Resume:
             return
         if not (self.writes and leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
-        elif good.step != step or not root.mend(step, self._root_of(good).index):
+        elif good.step != step or not root.mend(step, self.roots[good.root].index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)
 
 

@@ -337,7 +337,8 @@ def open_roots(
 
 def _newest_of_all(disks: Disks, *_: Any) -> dict[str, Any]:
     """Returns what all know of their disks: the newest step that all have. Each is taken over."""
-    return {"newest": next((copy.step for copy in over_disks(disks, {})), None)}
+    whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
+    return {"newest": next(whole, None)}
 
 
 def judge_steps(

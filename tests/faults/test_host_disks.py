@@ -102,9 +102,9 @@ def test_the_same_hosts_restore_the_newest_step(train, tmp_path):
 
 
 def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
-    """The other one still reads what it has; its newer steps go when the run has a new one.
+    """Only what it lacks; the newer steps of the other go when the run has a new one.
 
-    All report which step is of no use, where and why; one logs it.
+    All report which step is of no use, where and why, and what was read; one logs it.
     """
     train(5)
     shutil.rmtree(tmp_path / "host1")
@@ -113,10 +113,11 @@ def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
 
     assert [one["start"] for one in said] == [4, 4]
     why = f"step 5 on the local disks cannot be used: process 1 on {socket.gethostname()} lacks"
-    assert [[problem.startswith(why) for problem in one["problems"]] for one in said] == [
-        [True]
-    ] * 2
-    assert places(said, tmp_path) == ["host0", "run"]
+    for one in said:
+        restored, lost = sorted(one["problems"])
+        assert lost.startswith(why)
+        assert re.search(f"[1-9] chunks of .* were read in {tmp_path / 'run'}$", restored)
+    assert places(said, tmp_path) == ["host0", "host1"]
     assert [one["start"] for one in train(0)] == [5, 5]
 
 
@@ -152,7 +153,7 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     (tmp_path / "before").rename(tmp_path / "host0")  # with another step 5
     said = train(0)
     assert [one["start"] for one in said] == [6, 6]
-    assert places(said, tmp_path) == ["run", "host1"]
+    assert places(said, tmp_path) == ["host0", "host1"]
 
 
 def test_a_run_on_the_disks_of_another_begins_anew(train, tmp_path):
@@ -211,19 +212,16 @@ ALL = ["split", "whole", "count"]
 
 
 @pytest.mark.parametrize(
-    ("part", "kinds", "read"),
+    ("part", "kinds"),
     [
-        ("d", ["split"], ["run", "run"]),  # a chunk that no other disk has
-        ("d", ALL, ["host0", "host1"]),
-        pytest.param("ocdbt.process_held", ALL, ["host0", "host1"], marks=pytest.mark.slow),
+        ("d", ["split"]),  # a chunk that no other disk has
+        ("d", ALL),
+        pytest.param("ocdbt.process_held", ALL, marks=pytest.mark.slow),
         # With the other files of the step goes the position that only this disk has.
-        *(
-            pytest.param(part, ALL, ["run", "run"], marks=pytest.mark.slow)
-            for part in ("gone", "_METADATA")
-        ),
+        *(pytest.param(part, ALL, marks=pytest.mark.slow) for part in ("gone", "_METADATA")),
     ],
 )
-def test_a_damaged_share_is_mended(train, tmp_path, part, kinds, read):
+def test_a_damaged_share_is_mended(train, tmp_path, part, kinds):
     """All read the chunks where they are good, which then go to the disk that lacks them."""
     train(4, args=[kinds])
     share = tmp_path / "host1" / "local" / "share_0" / "4"
@@ -238,7 +236,7 @@ def test_a_damaged_share_is_mended(train, tmp_path, part, kinds, read):
     said = train(0, args=[kinds])
 
     assert [one["start"] for one in said] == [4, 4]
-    assert places(said, tmp_path) == read
+    assert places(said, tmp_path) == ["host0", "host1"]
     assert any("is mended from" in problem for problem in said[1]["problems"])
     assert not any("is mended from" in problem for problem in said[0]["problems"])
     assert jaxckpt.verify(share).ok
@@ -784,27 +782,29 @@ disks = st.lists(
 )
 
 
-@given(disks, st.dictionaries(st.integers(0, 6), st.sampled_from("ab")))
-def test_only_steps_that_are_whole_are_tried(disks, directory):
-    """Every process finds its part of one save, and no such step is left out."""
-    copies = over_disks(disks, directory)
+@given(disks, st.dictionaries(st.integers(0, 6), st.sampled_from("ab")), disks)
+def test_only_steps_that_may_be_whole_are_tried(disks, directory, others):
+    """Of one save: that of every process, or of any place; and no such step is left out."""
+    copies = over_disks(disks, directory, others)
 
     for copy in copies:
-        for process, disk in enumerate(disks):
-            if copy.root_of(process) == 0:
-                mine = disk[copy.step]
-                assert directory.get(copy.step, mine) == mine == disk[copy.step]
-            else:
-                assert copy.step in directory
-        if copy.step not in directory:
-            assert len({disk[copy.step] for disk in disks}) == 1
-    whole = {
+        saves = {disk.get(copy.step) for disk in disks}
+        seen = (saves | {disk.get(copy.step) for disk in others}) - {None}
+        if copy.root == 1:
+            assert copy.step in directory
+        elif copy.is_united:
+            assert seen
+            assert directory.get(copy.step) in {*seen, None}
+        else:
+            assert len(saves) == 1
+            assert directory.get(copy.step) in {*saves, None}
+    tried = {
         step
         for step in range(7)
-        if step in directory or {disk.get(step) for disk in disks} in ({"a"}, {"b"})
+        if step in directory or any(step in disk for disk in (*disks, *others))
     }
-    assert {copy.step for copy in copies} == whole
-    order = [(-copy.step, copy.root) for copy in copies]
+    assert {copy.step for copy in copies} == tried
+    order = [(-copy.step, copy.root, copy.is_united) for copy in copies]
     assert order == sorted(order)
 
 
