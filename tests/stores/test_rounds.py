@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxckpt.format.step import decode_record, encode_record
 from jaxckpt.storage import _requests as requests_module
 from jaxckpt.storage import locate
 from tests.commandline import cli
+from tests.stores.proxy import Answer
 from tests.stores.rounds import Rounds
 
 STEPS = 70
@@ -128,6 +130,28 @@ def test_steps_without_metrics_in_the_record_have_them_all_the_same(counting):
 
     assert found <= (3 * STEPS + 3, 8)
     assert [step.metrics for step in steps] == [{"loss": 1.0}] * STEPS
+
+
+def test_a_store_that_limits_the_rate_of_requests_is_asked_again(proxied, gcs_server):
+    """Many steps are looked at together: most requests are refused at first, and none for good."""
+    server, proxy = proxied(gcs_server)
+    url = f"{server.scheme}://{server.bucket}"
+    jaxckpt.use_store(url, jaxckpt.StoreSettings(endpoint=server.url, lease_s=4 * 3600))
+    make_steps(url, server)
+    next_s = [0.0]  # when the store takes another request
+
+    def is_too_soon(_):
+        now_s = time.monotonic()
+        if now_s < next_s[0]:
+            return True
+        next_s[0] = max(next_s[0], now_s - 0.1) + 0.01
+        return False
+
+    refused = proxy.add(Answer(503), when=is_too_soon)
+    steps = overview(f"{url}/run").steps
+
+    assert refused.done > 0
+    assert [(step.metrics, step.problem) for step in steps] == [({"loss": 1.0}, None)] * STEPS
 
 
 @pytest.mark.parametrize("starts", ["as asked", "anew"])
