@@ -107,15 +107,18 @@ class ObjectStorage:
         return self.requests.read("read", path, get, tries=tries)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
-        total = sum(map(len, buffers))
-        if not total:
-            return
-        parts = [
-            (at, min(_PART_BYTES, offset + total - at))
-            for at in range(offset, offset + total, _PART_BYTES)
-        ]
-        answers = all_of(callers(), [partial(self._range, path, *part) for part in parts])
-        _scatter(answers, buffers)
+        calls, start = [], offset
+        for some in _parts(buffers):
+            calls.append(partial(self._part_into, path, start, some))
+            start += sum(map(len, some))
+        all_of(callers(), calls)
+
+    def _part_into(self, path: str, start: int, buffers: Sequence[Any]) -> None:
+        """Copies a part into its place as soon as it has arrived, beside other parts."""
+        data, at = np.frombuffer(self._range(path, start, sum(map(len, buffers))), np.uint8), 0
+        for buffer in buffers:
+            buffer[:] = data[at : at + len(buffer)]
+            at += len(buffer)
 
     def _range(self, path: str, start: int, length: int) -> memoryview:
         def get() -> memoryview:
@@ -481,18 +484,19 @@ def obs() -> Any:
     return obstore
 
 
-def _scatter(answers: Sequence[memoryview], buffers: Sequence[Any]) -> None:
-    """Copies bytes that arrived in parts into buffers, one after the other."""
-    parts = iter(answers)
-    part = np.frombuffer(next(parts), np.uint8)
+def _parts(buffers: Sequence[Any]) -> Iterator[list[Any]]:
+    """Divides buffers, one after the other, into the parts of one request each."""
+    part, room = list[Any](), _PART_BYTES
     for buffer in buffers:
-        out = np.frombuffer(memoryview(buffer), np.uint8) if len(buffer) else buffer
-        while len(out):
-            if not part.size:
-                part = np.frombuffer(next(parts), np.uint8)
-            count = min(len(out), part.size)
-            out[:count] = part[:count]
-            out, part = out[count:], part[count:]
+        left = np.frombuffer(memoryview(buffer), np.uint8) if len(buffer) else buffer
+        while len(left):
+            part.append(left[:room])
+            left, room = left[room:], room - len(part[-1])
+            if not room:
+                yield part
+                part, room = [], _PART_BYTES
+    if part:
+        yield part
 
 
 _storages: dict[tuple[str, str, StoreSettings, Login], ObjectStorage] = {}
