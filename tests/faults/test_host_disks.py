@@ -121,6 +121,23 @@ def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
     assert [one["start"] for one in train(0)] == [5, 5]
 
 
+def test_bad_chunks_in_the_directory_are_not_loaded(train, tmp_path):
+    """A new host lacks them, and no other place has them: an older step is restored."""
+    train(5)
+    shutil.rmtree(tmp_path / "host1")
+    for file in data_files(tmp_path / "run" / "4"):
+        data = np.fromfile(file, np.uint8)
+        data[::10_000] ^= 1  # in each chunk
+        data.tofile(file)
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [2, 2]
+    problems = [problem for one in said for problem in one["problems"]]
+    assert any("run/4 is damaged: chunk" in problem for problem in problems)
+    assert jaxckpt.verify(tmp_path / "run" / "2").ok
+
+
 @pytest.mark.parametrize("lost", TWO)
 def test_a_new_disk_takes_no_steps_from_the_other(train, tmp_path, lost):
     """While the run saves nothing, no disk decides what stays on another."""
@@ -269,7 +286,9 @@ def test_damage_in_the_directory_is_mended(train, run_processes, tmp_path):
     """Each process replaces the files that it has sent."""
     train(4)
     for file in data_files(tmp_path / "run" / "4"):
-        flip(file)
+        data = np.fromfile(file, np.uint8)
+        data[::10_000] ^= 1  # in each chunk
+        data.tofile(file)
 
     said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
 
