@@ -136,7 +136,7 @@ CEILINGS = {
     "manager open + save": (3922, 16, 41),
     "open + save, local": (6336, 18, 129),  # its threads may do a little more or less
     "restore(path, like)": (2262, 14, 8),
-    "manager.restore(like)": (2765, 18, 10),
+    "manager.restore(like)": (2759, 18, 10),
     "open": (595, 10, 5),
     "verify": (1871, 15, 16),
 }
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1192, 815),
     "_progress": (222, 164),
     "_restore": (2118, 1591),
-    "_run": (9599, 6650),
+    "_run": (9575, 6642),
     "_save": (2364, 1639),
     "cli": (4534, 3243),
     "format": (3350, 2228),
@@ -187,7 +187,7 @@ FOLDERS = {
     "multihost": (992, 636),
     "orbax": (6045, 3684),
     "pages": (2044, 1461),
-    "storage": (4184, 2821),
+    "storage": (4188, 2823),
     "testing": (1057, 700),
 }
 

@@ -7,6 +7,7 @@ that gives it in the same section, or it is a mistake.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from statistics import median
@@ -144,19 +145,20 @@ FROM_RESULTS = {
         f"saving 1.5 GB needs {MEMORY['jaxckpt']['save']:.0f} MB of additional memory, and "
         f"restoring it {MEMORY['jaxckpt']['restore']:.0f} MB beside the restored arrays (Orbax v1: "
         f"{MEMORY['v1']['save'] / 1e3:.1f} GB and {MEMORY['v1']['restore'] / 1e3:.1f} GB)",
-        f"One array of 1 GB is saved and restored with at most {LARGEST / 1e6:.0f} MB more than",
+        f"One array of 1 GB is saved and restored with at most {math.ceil(LARGEST / 1e6)} MB more",
         f"saves of 260 MB the process grew by {growth():.0f} MB",
         f"costs concurrent training {span(slower('lost'))} times as much",
         f"each step takes {median(STEPS['jaxckpt']):.2f} times as long (Orbax "
         f"{span([median(STEPS[peer]) for peer in ORBAX], 2)})",
-        f"`import jaxckpt` takes {median(IMPORTS['import jaxckpt']) * 1e3:.0f} ms on top of jax; "
+        f"`import jaxckpt` takes {math.ceil(median(IMPORTS['import jaxckpt']) * 1e3)} ms on top of "
+        "jax; "
         "importing everything that saves and restores takes "
-        f"{median(IMPORTS['all that a manager, a save and a restore need']):.2f} s",
+        f"{median(IMPORTS['everything that a manager, a save and a restore need']):.2f} s",
         f"saves {span(processes((SAVE,)))} times and restores "
         f"{span(processes(RESTORES[:2]))} times as fast as Orbax",
         f"one process plans 10,000 leaves in {SCALE['plan']:.1f} s",
         f"metadata in {SCALE['metadata']:.1f} s, hears all reports of a meeting in "
-        f"{RESULTS['meetings']['4096']['process 0']:.1f} s, and unites the tables of 512 processes "
+        f"{RESULTS['meetings']['4096']['process 0']:.2f} s, and unites the tables of 512 processes "
         f"in {MERGE['merge']:.2f} s, {MERGE['each key'] * 1e6:.0f} us per key",
         f"would take more than {sharding._MAX_BYTES >> 20} MB",
     ],
