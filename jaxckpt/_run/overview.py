@@ -184,7 +184,7 @@ def _look_around(storage: Storage, root: str) -> tuple[StepIndex, Listing, list[
     index = StepIndex(view, root, quiet=True)
     listing = index.listing()
     numbered = {**listing.directories(), **listing.flax_files()}
-    looked = at_once(lambda name: look(index, listing, name, numbered[name]), numbered)
+    looked = at_once(lambda name: look(index, listing, name, numbered[name]), numbered, view)
     steps = [step for step in looked if step is not None]
     return index, listing, sorted(steps, key=lambda step: (step.step, step.name))
 

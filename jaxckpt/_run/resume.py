@@ -166,7 +166,8 @@ class Resume:
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
         """Returns the facts about each step, from the nearest root that has it."""
-        return at_once(lambda n: self.roots[there[n][0]].index.info(n), there)
+        storage = self.roots[-1].index.storage
+        return at_once(lambda n: self.roots[there[n][0]].index.info(n), there, storage)
 
     def _best_first(self, disks: Disks | None, others: Disks) -> list[Copy]:
         found = reachable(self.roots, lambda root: root.index.steps())

@@ -68,7 +68,9 @@ def space(path: str) -> Space:
     except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
         steps, storage = (), now(storage)
     if steps:
-        parts = at_once(lambda step: _part(storage, step.path, step.step, step.items), steps)
+        parts = at_once(
+            lambda step: _part(storage, step.path, step.step, step.items), steps, storage
+        )
     else:
         found = _found(storage, where)
         parts = [] if found is None else [_part(storage, found.path, None, tuple(found.items))]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -14,6 +16,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound
+from jaxckpt._run import index as index_module
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.overview import look, overview
 from jaxckpt.cli._owned import owned
@@ -344,3 +347,20 @@ def test_a_local_step_is_listed_and_read_once(root):
     assert len(looked) <= 9
     assert len(set(looked)) == len(looked)
     assert len(facts) <= 5
+
+
+@pytest.mark.parametrize(("slow_s", "most"), [(math.inf, 1), (-1.0, 8)])
+def test_only_what_waits_is_looked_at_in_several_threads(limits, slow_s, most):
+    """A file system that answers at once is asked by one; the results are in order."""
+    limits(index_module, _SLOW_S=slow_s)
+    begun = threading.Barrier(most)
+
+    def look(n):
+        begun.wait(60)
+        return n, threading.get_ident()
+
+    found = index_module.at_once(look, range(8), LocalStorage())
+
+    assert [n for n, _ in found] == [*range(8)]
+    assert len({thread for _, thread in found}) >= most
+    assert ((0, threading.get_ident()) in found) == (most == 1)
