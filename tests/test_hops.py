@@ -185,7 +185,7 @@ FOLDERS = {
     "format": (3350, 2228),
     "integrations": (456, 247),
     "multihost": (992, 636),
-    "orbax": (6045, 3684),
+    "orbax": (6051, 3688),
     "pages": (2044, 1461),
     "storage": (4188, 2823),
     "testing": (1057, 700),

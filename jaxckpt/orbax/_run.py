@@ -47,7 +47,7 @@ class Run(Closing):
         named = {"step_prefix": prefix, "step_digits": digits}
         self._naming: dict[str, Any] = naming(options.step_name_format) or named
         move_to, self._when = options.todelete_subdir, options.saves()
-        self._keep = policies.keep_policy(options.keeps(), self._infos, move_to=move_to)
+        self._keep = policies.keep_policy(options.keeps(), self._judged, move_to=move_to)
         self._mode = options.file_options.path_permission_mode
         self._index = index_of(directory, **self._naming)
         if options.create:
@@ -88,6 +88,12 @@ class Run(Closing):
 
     def _infos(self) -> list[StepInfo]:
         return [self._info(step) for step in self._steps]
+
+    def _judged(self) -> list[StepInfo]:
+        """Returns the steps for the saving thread, which may be at work before `_count` is."""
+        saves = [] if self._writer is None else saver_of(self._writer).under_way()
+        late = {handle.step for handle in saves if handle.done()}.difference(self._steps)
+        return [*self._infos(), *(self._index.info(step) for step in late if step is not None)]
 
     def reload(self) -> None:
         """Looks at the directory again."""
