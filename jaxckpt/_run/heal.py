@@ -127,12 +127,13 @@ def _replace_bad(
     """
     sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
     recorded, known = ours.recorded(ours.path), theirs.recorded(theirs.path)
+    alike = {name: name for name, facts in known.items() if facts.sha256}  # also in shares
     replaced, problem = [], None
     try:
         source = contents_of(theirs)
     except CorruptCheckpoint as error:
         return [], _damaged_too(theirs, error)
-    for name, file in {**dict(zip(known, known, strict=True)), **sent.files}.items():
+    for name, file in {**alike, **sent.files}.items():
         facts = known[file]
         read = partial(source.pieces, file, facts.size)
         if recorded.get(name) != facts or _has_bytes(ours, name, facts.size, read()):

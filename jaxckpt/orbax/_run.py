@@ -92,8 +92,8 @@ class Run(Closing):
     def _judged(self) -> list[StepInfo]:
         """Returns the steps for the saving thread, which may be at work before `_count` is."""
         saves = [] if self._writer is None else saver_of(self._writer).under_way()
-        late = {handle.step for handle in saves if handle.done()}.difference(self._steps)
-        return [*self._infos(), *(self._index.info(step) for step in late if step is not None)]
+        late = {one.step for one in saves if one.step is not None and one.timing is not None}
+        return [self._info(step) for step in sorted({*self._steps, *late})]
 
     def reload(self) -> None:
         """Looks at the directory again."""
