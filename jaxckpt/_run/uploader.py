@@ -48,7 +48,8 @@ class Uploader:
         self._senders: Processes = sender.source.group.leaders
         self._taken: set[int] = set()  # steps whose upload has begun here
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
         self._failures: list[Failure] = []
@@ -79,7 +80,7 @@ class Uploader:
     def put(self, one: Upload) -> None:
         """Adds a step that is committed locally."""
         one.since_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             self._waiting.append(one)
             self._drop_oldest()
             if one.step == self._urgent:
@@ -99,7 +100,7 @@ class Uploader:
         if self._senders.index == 0:
             return
         steps = dict(attempts)
-        with self._changed:
+        with self._lock:
             self._taken.intersection_update(steps)
             left = {one.step: one for one in self._waiting}
             new = [step for step in steps if step not in self._taken]
@@ -113,7 +114,7 @@ class Uploader:
 
     def _begin(self) -> None:
         """Begins to work, unless that is under way or not needed."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
             starts = self._thread is None and bool(self._waiting)
             if starts:
@@ -123,7 +124,7 @@ class Uploader:
 
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
-        with self._changed:
+        with self._lock:
             self.sender.note_committed(one.step)
             self._end(one, None)
 
@@ -147,7 +148,7 @@ class Uploader:
 
     def give_way(self) -> None:
         """Drops the waiting uploads, so that the local root may delete their steps."""
-        with self._changed:
+        with self._lock:
             self._drop_oldest(most=0)
 
     def steps(self) -> list[int]:
@@ -156,12 +157,12 @@ class Uploader:
 
     def under_way(self) -> Sequence[Upload]:
         """Returns the uploads that are waiting or under way."""
-        with self._changed:
+        with self._lock:
             return [*self._waiting, *([self._current] if self._current is not None else [])]
 
     def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:
         """Returns the errors that this thread has not raised, as `Saver.take_errors` does."""
-        with self._changed:
+        with self._lock:
             late = [one.failure for one in waited_for if one.failure is not None]
             return hear(self._failures, late)
 
@@ -190,7 +191,7 @@ class Uploader:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._is_stopped:
             limit_s = 0.0
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self.under_way(), limit_s)
             if not self.under_way():
                 return
@@ -225,7 +226,7 @@ class Uploader:
         try:  # the others send their parts while they wait
             lead(self._senders, f"uploads {where}/end", finish, where=where, timeout_s=limit_s)
         finally:
-            with self._changed:
+            with self._lock:
                 self._is_stopped = True
                 self._changed.notify_all()
         if not self._failures:
@@ -248,12 +249,12 @@ class Uploader:
     def _next(self) -> Upload | None:
         """Waits out the pause after an error; returns the newest step that may be sent."""
         until_s, look_s = time.monotonic() + self._pause_s, _FIRST_LOOK_S
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._is_stopped, max(0.0, until_s - time.monotonic()))
         while True:
             waiting = sorted(self._waiting, key=lambda one: -one.step)
             ready = next((x for x in waiting if self._leads or self.sender.has_begun(x)), None)
-            with self._changed:
+            with self._lock:
                 if not self._waiting or self._is_stopped:
                     self._thread = None
                     return None
@@ -273,7 +274,7 @@ class Uploader:
             self._end(one, error)
             return
         self.sender.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
-        with self._changed:
+        with self._lock:
             self._pause_s = (
                 0.0 if gave_way else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             )
@@ -287,7 +288,7 @@ class Uploader:
         # If a store failed, the next job tries again: it must not find the part refused.
         if not self._leads and isinstance(error, Exception) and not may_pass(error):
             self.sender.refuse(one, error)
-        with self._changed:
+        with self._lock:
             is_current = one is self._current
             one.error = error
             was_deleted = isinstance(error, CheckpointNotFound)

@@ -94,7 +94,9 @@ class Worker(Generic[S]):
     idle: Callable[[], object] = lambda: None  # called in the thread when no save is left
     hurry: Callable[[], object] = lambda: None  # called when nothing trains beside the saves
     last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
-    changed: threading.Condition = field(default_factory=threading.Condition)  # guards all below
+    # Guards all below. Entered by itself: interrupted, `Condition.__enter__` would leave it taken.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    changed: threading.Condition = field(init=False)
     _saves: dict[S, Callable[[], object]] = field(default_factory=dict)  # that have not ended
     _begun: S | None = None  # the latest that a thread has taken
     _failures: list[Failure] = field(default_factory=list)
@@ -103,31 +105,32 @@ class Worker(Generic[S]):
     _is_stopped: bool = False
 
     def __post_init__(self) -> None:
+        self.changed = threading.Condition(self._lock)
         _workers.add(self)
 
     def put(self, handle: S, do: Callable[[], object]) -> None:
         """Adds a save, or none if interrupted. If `do` raises, that is the failure of the save."""
         try:
-            with self.changed:
+            with self._lock:
                 self._saves[handle] = do
                 starts = len(self._saves) == 1
             if starts:
                 start(self, self._work, self.name)
         except BaseException:
-            with self.changed:
+            with self._lock:
                 if self._begun is not handle:
                     self._saves.pop(handle, None)
             raise
 
     def under_way(self) -> list[S]:
         """Returns the saves that have not ended, including the work after their commits."""
-        with self.changed:
+        with self._lock:
             return [*self._saves]
 
     def take_errors(self, waited_for: Sequence[S] = ()) -> list[BaseException]:
         """Returns the errors that this thread has not raised, see `hear`; none in a worker's."""
         late = [handle.failure for handle in waited_for if handle.failure is not None]
-        with self.changed:
+        with self._lock:
             if not (self._failures or late) or self.is_own_thread():
                 return []
             return hear(self._failures, late)
@@ -156,7 +159,7 @@ class Worker(Generic[S]):
             return self._saves.keys().isdisjoint(handles)
 
         limit_s, started_s = self.timeout_s if timeout_s is None else timeout_s, time.monotonic()
-        with self.changed:
+        with self._lock:
             if over():
                 return
             self.refuse_own_thread()
@@ -184,7 +187,7 @@ class Worker(Generic[S]):
         """Waits until `idle` has returned, or the limit is over."""
         if not self.is_own_thread():
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            with self.changed:
+            with self._lock:
                 self.changed.wait_for(lambda: not self._idling, limit_s)
 
     def stop(self) -> None:
@@ -219,7 +222,7 @@ class Worker(Generic[S]):
             self.idle()
         except BaseException as error:
             failures.append(Failure(error, caller))
-        with self.changed:
+        with self._lock:
             self._failures += failures
             self._idling -= 1
             if self.is_own_thread():
@@ -230,7 +233,7 @@ class Worker(Generic[S]):
 
     def _next(self, ended: S | None = None) -> S | None:
         """Removes a save that has ended; returns the next."""
-        with self.changed:
+        with self._lock:
             if ended is not None:
                 self._failures += [ended.failure] if ended.failure is not None else []
                 del self._saves[ended]

@@ -45,7 +45,7 @@ class LeasedLock:
     def start(self) -> LeasedLock:
         """Has the lease renewed from now on; returns it."""
         global _renewer
-        with _changed:
+        with _lock:
             _leases.add(self)
             if _renewer is None or not _renewer.is_alive():
                 _renewer = threading.Thread(target=_renew_all, name="jaxckpt-leases", daemon=True)
@@ -71,7 +71,7 @@ class LeasedLock:
             goes_on = self.renew()
         except OSError:  # there is time for several tries
             pause_s /= 4
-        with _changed:
+        with _lock:
             self.due_s = time.monotonic() + pause_s
             if not goes_on:
                 _leases.discard(self)
@@ -86,7 +86,7 @@ class LeasedLock:
 
     def drop(self) -> Version | None:
         """Ends the lease here only, as the object is being deleted; returns its last version."""
-        with _changed:
+        with _lock:
             _leases.discard(self)
         with self._lock:
             version, self._version = self._version, None
@@ -94,13 +94,14 @@ class LeasedLock:
 
 
 _leases: set[LeasedLock] = set()  # leases that are renewed
-_changed = threading.Condition()  # guards _leases, their `due_s`, and _renewer
+_lock = threading.RLock()  # guards _leases, their `due_s`, and _renewer
+_changed = threading.Condition(_lock)
 _renewer: threading.Thread | None = None
 
 
 def _renew_all() -> None:
     while True:
-        with _changed:
+        with _lock:
             due_s = min((lease.due_s for lease in _leases), default=math.inf)
             if due_s > time.monotonic():
                 # Infinite also if all are being renewed.
@@ -119,7 +120,7 @@ def forget(path: str) -> list[str]:
     Returns:
         Those objects.
     """
-    with _changed:
+    with _lock:
         doomed = [lease for lease in _leases if f"{lease.path}/".startswith(f"{path}/")]
     for lease in doomed:
         lease.drop()
@@ -127,9 +128,10 @@ def forget(path: str) -> list[str]:
 
 
 def _forget_all_in_child() -> None:
-    global _renewer, _changed
+    global _renewer, _lock, _changed
     _leases.clear()  # the parent renews them
-    _renewer, _changed = None, threading.Condition()
+    _renewer, _lock = None, threading.RLock()
+    _changed = threading.Condition(_lock)
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)

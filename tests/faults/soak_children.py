@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from tests.faults.children import found, tree
 from tests.faults.zygote import arm, say
@@ -14,6 +15,7 @@ def train(root, fault):
     """Trains for some steps, or until a signal stops it; reports the saved steps and any error."""
     import jaxckpt
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that comes once the manager is closed
     arm(root, fault)
     try:
         with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=3)) as manager:

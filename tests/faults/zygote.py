@@ -127,7 +127,7 @@ class Zygote:
         said = []
         while "status" not in (last := self.answer()):
             said.append(last)
-        assert last["status"] in (0, -9), self.errors()
+        assert last["status"] in (0, -9), f"{last}\n{self.errors()}"
         return said, last["status"]
 
     def run(self, function, *args, **kwargs):

@@ -384,8 +384,8 @@ def test_a_save_in_process_0_only_is_explained(tmp_path, caplog):
 class Recording(threading.Condition):
     """Records the limits of its waits."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, lock):
+        super().__init__(lock)
         self.limits = []
 
     def wait_for(self, predicate, timeout=None):
@@ -402,7 +402,8 @@ def test_a_wait_for_a_save_ends_after_its_limit_once(tmp_path):
             meet(processes)
             if processes.index == 1:
                 return
-            manager._saver.worker.changed = changed = Recording()
+            worker = manager._saver.worker
+            worker.changed = changed = Recording(worker._lock)
             manager.save(1, {"n": 1})
             manager._saver.worker.timeout_s = 0.2  # of this wait, not of the save
             with pytest.raises(CheckpointTimeout):
