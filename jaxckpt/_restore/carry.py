@@ -279,7 +279,8 @@ class _Way(NamedTuple):
 
     def adds(self, plan: LeafPlan) -> bool:
         """Returns whether replicas that read whole units are added up, as no way spreads these."""
-        return self.found.needed <= _AS_GOOD < self.found.once and _bits(plan) is not None
+        needed, once = self.found.needed, self.found.once
+        return self.copies > 1 and needed <= _AS_GOOD < once and _bits(plan) is not None
 
 
 def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
