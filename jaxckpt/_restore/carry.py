@@ -405,7 +405,8 @@ def _resharding(
 
     rows = () if copies == 1 else (copies,)
     parts = jax.ShapeDtypeStruct((*rows, *shape), bits or dtype, sharding=given)
-    return jax.jit(move, out_shardings=target).lower(parts).compile()
+    with jax.set_mesh(via.mesh):  # the caller's may have explicit axes, which must fit
+        return jax.jit(move, out_shardings=target).lower(parts).compile()
 
 
 @lru_cache(maxsize=1 << 6)
@@ -415,4 +416,5 @@ def _adding(mesh: Mesh, words: int) -> Any:
 
     given, target = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
     rows = jax.ShapeDtypeStruct((mesh.size, words), np.uint32, sharding=given)
-    return jax.jit(add, out_shardings=target).lower(rows).compile()
+    with jax.set_mesh(mesh):  # as above
+        return jax.jit(add, out_shardings=target).lower(rows).compile()

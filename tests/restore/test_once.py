@@ -121,6 +121,27 @@ def test_replicas_that_outnumber_the_chunks_are_added_up(run_processes, tmp_path
         assert ones[0]["moved"] == size * (count // (2 if is_split else 1) - 1), name
 
 
+def test_programs_with_shardings_in_types_read_once(run_processes, tmp_path):
+    """What is spread, added up or packed is carried on other meshes than the program's."""
+    rows = NamedSharding(mesh_of(a=4), P("a"))
+    value = bits_of("float32")
+    tree = {"spread": jax.device_put(value, rows), "added": value, "packed": value[:8]}
+    jaxckpt.save(tmp_path / "a", tree)
+    wanted = dict.fromkeys(tree, ({"x": 4}, []))
+
+    done = run_processes(
+        "once:restore_each_in_explicit_mesh",
+        count=4,
+        devices_per_process=1,
+        args=[tmp_path / "a", wanted],
+    )
+
+    for name in tree:
+        ones = [one.result[name] for one in done]
+        assert all(one["same"] for one in ones), name
+        assert (ones[0]["job"], ones[0]["once"]) == (ones[0]["size"], [name]), name
+
+
 def test_thousands_of_hosts_get_only_what_they_want():
     """Of arrays that 64 replicas of 64 hosts saved, in a chunk for each shard."""
     cluster, index = cluster_of(4096, 4, {"dp": 64, "fsdp": 64, "tp": 4}), 777
