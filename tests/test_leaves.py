@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import jax
@@ -142,6 +143,39 @@ def test_the_collector_is_left_as_it_was():
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+def pauses_but_for(n):
+    """Raises KeyboardInterrupt when the n-th call of C in `paused` returns, where Python does."""
+    calls = [0]
+
+    def look(frame, event, _):
+        if event == "c_return" and frame.f_code.co_name == "paused":
+            calls[0] += 1
+            if calls[0] == n:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        with paused():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_does_not_switch_the_collector_off():
+    for n in count(1):
+        was_interrupted = pauses_but_for(n)
+        is_enabled = gc.isenabled()
+        gc.enable()
+        assert is_enabled, n
+        if not was_interrupted:
+            break
+
+    assert n > 4
 
 
 # --- bytes on disk ---------------------------------------------------------------------------
