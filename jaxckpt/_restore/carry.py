@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, final
 
 import jax
@@ -391,7 +391,7 @@ def _dtype(plan: LeafPlan) -> np.dtype[Any]:
 @lru_cache(maxsize=1 << 12)
 def _resharding(
     given: NamedSharding,
-    via: NamedSharding,
+    via: Any,  # NamedSharding
     target: NamedSharding,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -411,9 +411,7 @@ def _resharding(
 
 @lru_cache(maxsize=1 << 6)
 def _adding(mesh: Mesh, words: int) -> Any:
-    def add(rows: Any) -> Any:
-        return rows.sum(0, dtype=np.uint32)
-
+    add = partial(jax.numpy.sum, axis=0, dtype=np.uint32)
     given, target = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
     rows = jax.ShapeDtypeStruct((mesh.size, words), np.uint32, sharding=given)
     with jax.set_mesh(mesh):  # as above
