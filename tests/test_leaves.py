@@ -144,6 +144,37 @@ def test_the_collector_is_left_as_it_was():
     assert gc.isenabled()
 
 
+def pauses_but_for(n):
+    """Raises KeyboardInterrupt when the n-th call of C in `paused` returns, where Python does."""
+    calls = [0]
+
+    def look(frame, event, _):
+        if event == "c_return" and frame.f_code.co_name == "paused":
+            calls[0] += 1
+            if calls[0] == n:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        with paused():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_does_not_switch_the_collector_off():
+    enabled = []
+    while pauses_but_for(len(enabled) + 1):
+        enabled.append(gc.isenabled())
+        gc.enable()
+
+    assert len(enabled) > 4
+    assert all(enabled)
+
+
 # --- bytes on disk ---------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()  # guards what follows
-_paused = 0  # by how many threads
+_inside: set[object] = set()  # one for each `with`
 _was_enabled = False
 
 
@@ -19,16 +19,17 @@ def paused() -> Iterator[None]:
     It takes up to a third of the time then, more for larger trees, and finds nothing. Its state is
     restored when the last of the threads in here leaves.
     """
-    global _paused, _was_enabled
-    with _lock:
-        if not _paused:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _paused += 1
-    try:
+    global _was_enabled
+    me = object()
+    try:  # an interrupt may come as soon as the lock is free
+        with _lock:
+            if not _inside:
+                _was_enabled = gc.isenabled()
+                gc.disable()
+            _inside.add(me)
         yield
     finally:
         with _lock:
-            _paused -= 1
-            if not _paused and _was_enabled:
+            if _inside <= {me} and _was_enabled:
                 gc.enable()
+            _inside.discard(me)

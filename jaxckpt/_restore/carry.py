@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, final
 
 import jax
@@ -279,7 +279,8 @@ class _Way(NamedTuple):
 
     def adds(self, plan: LeafPlan) -> bool:
         """Returns whether replicas that read whole units are added up, as no way spreads these."""
-        return self.found.needed <= _AS_GOOD < self.found.once and _bits(plan) is not None
+        needed, once = self.found.needed, self.found.once
+        return self.copies > 1 and needed <= _AS_GOOD < once and _bits(plan) is not None
 
 
 def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
@@ -390,7 +391,7 @@ def _dtype(plan: LeafPlan) -> np.dtype[Any]:
 @lru_cache(maxsize=1 << 12)
 def _resharding(
     given: NamedSharding,
-    via: NamedSharding,
+    via: Any,  # NamedSharding
     target: NamedSharding,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -404,14 +405,14 @@ def _resharding(
 
     rows = () if copies == 1 else (copies,)
     parts = jax.ShapeDtypeStruct((*rows, *shape), bits or dtype, sharding=given)
-    return jax.jit(move, out_shardings=target).lower(parts).compile()
+    with jax.set_mesh(via.mesh):  # the caller's may have explicit axes, which must fit
+        return jax.jit(move, out_shardings=target).lower(parts).compile()
 
 
 @lru_cache(maxsize=1 << 6)
 def _adding(mesh: Mesh, words: int) -> Any:
-    def add(rows: Any) -> Any:
-        return rows.sum(0, dtype=np.uint32)
-
+    add = partial(jax.numpy.sum, axis=0, dtype=np.uint32)
     given, target = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
     rows = jax.ShapeDtypeStruct((mesh.size, words), np.uint32, sharding=given)
-    return jax.jit(add, out_shardings=target).lower(rows).compile()
+    with jax.set_mesh(mesh):  # as above
+        return jax.jit(add, out_shardings=target).lower(rows).compile()

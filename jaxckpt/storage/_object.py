@@ -189,7 +189,9 @@ class ObjectStorage:
 
     def _after(self, path: str, last: str) -> list[Any]:
         """Lists what comes after the first page, several directories at a time."""
-        names = sorted(f"{self._key(path)}/{name}".lstrip("/") for name in self.entries(path))
+        names = list[str]()
+        with contextlib.suppress(FileNotFoundError):  # all was deleted since the first page
+            names = sorted(f"{self._key(path)}/{name}".lstrip("/") for name in self.entries(path))
         later = [name for name in names if name > last]
         seen = len(names) - len(later)  # as many in each request, if they are alike
         each = max(1, seen * 4 // 5, -(-len(later) // REQUESTS_AT_ONCE))

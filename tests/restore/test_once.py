@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core.spread import grouped
-from jaxckpt._restore.carry import carriers_of
+from jaxckpt._restore.carry import Pack, carriers_of
 from jaxckpt._restore.once import goes_on
 from jaxckpt._restore.placement import LeafPlan
 from jaxckpt.cli._plan.cluster import Host, cluster_of
@@ -121,6 +121,27 @@ def test_replicas_that_outnumber_the_chunks_are_added_up(run_processes, tmp_path
         assert ones[0]["moved"] == size * (count // (2 if is_split else 1) - 1), name
 
 
+def test_programs_with_shardings_in_types_read_once(run_processes, tmp_path):
+    """What is spread, added up or packed is carried on other meshes than the program's."""
+    rows = NamedSharding(mesh_of(a=4), P("a"))
+    value = bits_of("float32")
+    tree = {"spread": jax.device_put(value, rows), "added": value, "packed": value[:8]}
+    jaxckpt.save(tmp_path / "a", tree)
+    wanted = dict.fromkeys(tree, ({"x": 4}, []))
+
+    done = run_processes(
+        "once:restore_each_in_explicit_mesh",
+        count=4,
+        devices_per_process=1,
+        args=[tmp_path / "a", wanted],
+    )
+
+    for name in tree:
+        ones = [one.result[name] for one in done]
+        assert all(one["same"] for one in ones), name
+        assert (ones[0]["job"], ones[0]["once"]) == (ones[0]["size"], [name]), name
+
+
 def test_thousands_of_hosts_get_only_what_they_want():
     """Of arrays that 64 replicas of 64 hosts saved, in a chunk for each shard."""
     cluster, index = cluster_of(4096, 4, {"dp": 64, "fsdp": 64, "tp": 4}), 777
@@ -144,6 +165,26 @@ def test_thousands_of_hosts_get_only_what_they_want():
     chunks = 4 * 128 * 1024 * 4  # of one array, on the devices of a host
     assert read + moved == 64 * chunks
     assert chunks // 2 <= read <= 2 * chunks
+
+
+def test_shards_without_replicas_are_not_added_up():
+    """Of hosts that hold the diagonals of a mesh: what they read counts as twice the array."""
+    cluster = cluster_of(2, 2, {"x": 2, "y": 2})
+    first, second, third, fourth = cluster.devices  # two of each host
+    mesh = Mesh(np.array([[first, third], [fourth, second]]), ("x", "y"))
+    sharding, host = NamedSharding(mesh, P("x", "y")), Host(0, 2)
+    stored = StoredArray(shape=(2048, 2048), dtype="float32", chunk_shape=(1024, 1024))
+    boxes = host.boxes_of(sharding, stored.shape)
+    plan = LeafPlan(("a",), leaf_of("a", stored), None, "array", np.dtype("f4"), sharding, boxes)
+
+    (carrier,) = carriers_of(
+        *(DATABASE, [plan], host, 1 << 27),  # pyright: ignore[reportArgumentType]
+        boxes_of=host.boxes_of,
+        devices=cluster.devices,
+    )
+
+    assert len(boxes) == 2
+    assert isinstance(carrier, Pack)
 
 
 @pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20])

@@ -98,6 +98,7 @@ class Bucket:
         self._listed: dict[str, Object] | None = None  # what listings show, if they lag
         self._read: dict[str, Object] | None = None  # what reads find, if they lag
         self.begins_anew = False  # whether listings ignore `start_after`
+        self.goes_when_listed = False  # whether all is deleted after the first page of a listing
 
     def freeze(self, *, lists: bool = False, reads: bool = False) -> None:
         """Lets listings, or reads, show what there is now until `thaw`, as where they lag."""
@@ -157,6 +158,8 @@ class Bucket:
         """
         with self._lock:
             objects = sorted((self._objects if self._listed is None else self._listed).items())
+            if self.goes_when_listed:
+                self._objects.clear()
         found: dict[str, Object | None] = {}
         start_after = "" if self.begins_anew else start_after
         for name, entry in objects:

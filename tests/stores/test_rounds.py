@@ -173,6 +173,21 @@ def test_many_objects_are_listed_from_several_places(counting, starts):
         assert (requests, in_a_row) <= (2 + math.ceil(len(wanted) / 800), 3)
 
 
+@pytest.mark.parametrize("do", ["files", "delete"])
+def test_what_is_deleted_while_it_is_listed_is_no_error(counting, do):
+    """Another program deletes all of it between two pages."""
+    url, server, _ = counting
+    storage, path = locate(f"{url}/run")
+    bucket = server.running.bucket(server.bucket)
+    for n in range(1001):
+        bucket.put(f"run/{n}", b"", None)
+    bucket.goes_when_listed = True
+
+    getattr(storage, do)(path)
+
+    assert storage.files(path) == {}
+
+
 def test_a_step_that_is_not_deleted_is_left_as_it_was(counting):
     """Its claim is taken back, whether a pin or a reader keeps it."""
     url, _, _ = counting

@@ -57,6 +57,15 @@ def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
     return found
 
 
+def restore_each_in_explicit_mesh(me, path, wanted):
+    """`restore_each` in a program whose types have shardings."""
+    import jax
+
+    explicit = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("all",), axis_types=explicit)):
+        return restore_each(me, path, wanted)
+
+
 def tree_of_every_kind():
     """Leaves that no spread sharding divides, or not in whole chunks; "stage" is in rows."""
     import jax
