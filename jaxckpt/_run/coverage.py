@@ -343,10 +343,8 @@ class Coverage:
         came: dict[Wanted, Entry] = {}
         piles: dict[str, list[tuple[Wanted, bytes]]] = {}
         for one, size, data in given:
-            value, (units, found) = (
-                bytes(data[:size]),
-                np.frombuffer(data[size:], "<u4").reshape(2, -1).tolist(),
-            )
+            value = bytes(data[:size])
+            units, found = np.frombuffer(data[size:], "<u4").reshape(2, -1).tolist()
             item = one[0]
             folder = "" if item is None else posixpath.join(attempt.path, item).rstrip("/")
             came[one] = Entry(folder, value, units, found)

@@ -174,13 +174,8 @@ class Uploader:
             Any error of the upload.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-
-        name, wait, end_s = (
-            f"upload {one.path}",
-            partial(one.wait, limit_s),
-            limit_s + self.timeout_s,
-        )
-        lead(self._processes, name, wait, where=one.path, timeout_s=end_s)
+        name, end_s = f"upload {one.path}", limit_s + self.timeout_s
+        lead(self._processes, name, partial(one.wait, limit_s), where=one.path, timeout_s=end_s)
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits until everything is uploaded or given up.
@@ -192,8 +187,7 @@ class Uploader:
         if self._is_stopped:
             limit_s = 0.0
         with self._lock:
-            self._changed.wait_for(lambda: not self.under_way(), limit_s)
-            if not self.under_way():
+            if self._changed.wait_for(lambda: not self.under_way(), limit_s):
                 return
         raise CheckpointTimeout(self._left(self.steps(), f" after {limit_s:g} s"))
 
@@ -275,9 +269,8 @@ class Uploader:
             return
         self.sender.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         with self._lock:
-            self._pause_s = (
-                0.0 if gave_way else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
-            )
+            longer_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._pause_s = 0.0 if gave_way else longer_s
             self._current = None
             self._taken.discard(one.step)
             self._waiting.append(one)

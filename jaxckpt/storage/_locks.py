@@ -79,8 +79,7 @@ class LeasedLock:
 
     def release(self) -> None:
         """Ends the lease, so that another holder need not wait."""
-        version = self.drop()
-        if version is not None:
+        if (version := self.drop()) is not None:
             with contextlib.suppress(StoreError):  # it ends by itself
                 self._write(version, held=False)
 

@@ -157,6 +157,10 @@ class Job:
         """Whether any member has."""
         return any((self._path / f"{index}.at.{point}").exists() for index in range(self.count))
 
+    def has_returned(self, index):
+        """Whether the function of a member has; the member may wait for others to end."""
+        return (self._path / f"{index}.result").exists()
+
     def release(self, point):
         """Lets all members that wait for it continue."""
         (self._path / f"go.{point}").touch()

@@ -20,6 +20,7 @@ from tests.stores.children import is_state, state
 from tests.stores.killing import wait_for
 from tests.stores.proxy import Hold
 from tests.stores.test_leftovers import files_of, steps_with_files
+from tests.waiting import wait_until
 
 CASES = [
     pytest.param(True, 3, id="some answers"),
@@ -85,9 +86,10 @@ def test_a_job_of_two_processes_stood_still(place, zygote, trial, numbers):  # n
         fault = proxy.add(Hold(until, applied=True), when=when, times=1)
         args = [run, server.env, [1, 2, 3], {"last": 2}]
         with started(zygote, children.retain_together, count=2, args=args) as job:
-            wait_for(fault, job.pids[0])
+            wait_until(lambda fault=fault, job=job: fault.done or job.has_returned(0))
+            if not fault.done:  # it made fewer requests
+                break
             with trial("45", f"two processes, stopped after request {number}"):
-                assert fault.done
                 job.stop(0)
                 job.stop(1)
                 with jaxckpt.CheckpointManager(run, keep=jaxckpt.KeepPolicy(last=10)) as manager:
@@ -103,6 +105,7 @@ def test_a_job_of_two_processes_stood_still(place, zygote, trial, numbers):  # n
                 assert all("opened for writing by another job" in one["error"] for one in said)
         until.set()
         proxy.heal()
+    assert number > 10
 
 
 @contextlib.contextmanager
