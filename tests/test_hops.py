@@ -174,11 +174,11 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
-    "_core": (2489, 1575),
+    "_core": (2543, 1610),
     "_disk": (4963, 3503),
     "_inspect": (1192, 815),
     "_progress": (222, 164),
-    "_restore": (2119, 1593),
+    "_restore": (2148, 1616),
     "_run": (9582, 6645),
     "_save": (2367, 1641),
     "cli": (4536, 3245),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby
 from operator import itemgetter
@@ -134,8 +134,9 @@ def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:
     unused = tuple(name for name in hosts.names if name not in used)
     for dim in range(len(grid)):
         yield (*wanted[:dim], wanted[dim] + unused, *wanted[dim + 1 :])
-    for dim in range(len(grid)):
-        yield tuple(used + unused if i == dim else () for i in range(len(grid)))
+    for dim, stays in enumerate(wanted):  # what goes elsewhere comes last; see `moves`
+        every = stays + unused + tuple(name for name in used if name not in stays)
+        yield tuple(every if i == dim else () for i in range(len(grid)))
     if grid:
         yield _as_stored(hosts, used + unused, grid)
 
@@ -151,6 +152,59 @@ def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
                 left.remove(name)
         axes.append(tuple(taken))
     return tuple(axes)
+
+
+class Move(NamedTuple):
+    """Cut axes that divide another dimension afterwards. `None` stands for no dimension."""
+
+    names: tuple[str, ...]
+    source: int | None
+    target: int | None
+
+
+def moves(given: Axes, wanted: Axes) -> list[Move]:
+    """Returns how to get from one sharding to another, by collective operations that keep order.
+
+    An axis leaves a dimension only as its fastest, and comes to one as its fastest: that is an
+    all-to-all, or an all-gather if it then divides none. What comes from no dimension is a slice,
+    where no order of all-to-alls does: that takes more memory.
+
+    Example:
+        >>> moves((("a", "c", "b"), ()), (("a",), ("b",)))
+        [Move(names=('b',), source=0, target=1), Move(names=('c',), source=0, target=None)]
+    """
+    now, home = [*given], {name: dim for dim, names in enumerate(wanted) for name in names}
+    found: list[Move] = []
+    while stuck := [dim for dim, names in enumerate(now) if names != wanted[dim][: len(names)]]:
+        move = next(
+            (one for dim in stuck for one in _leaving(now, wanted, home, dim)),
+            Move(now[stuck[0]][-1:], stuck[0], None),
+        )
+        for dim in stuck:
+            if dim == move.source:
+                now[dim] = now[dim][: -len(move.names)]
+        if move.target is not None:
+            now[move.target] += move.names
+        found.append(move)
+    rest = [names[len(there) :] for there, names in zip(now, wanted, strict=True)]
+    return [*found, *(Move(names, None, dim) for dim, names in enumerate(rest) if names)]
+
+
+def _leaving(
+    now: Sequence[tuple[str, ...]], wanted: Axes, home: Mapping[str, int], dim: int
+) -> Iterator[Move]:
+    """Yields how the fastest axes of a dimension may leave it for good."""
+    for first in range(len(now[dim])):
+        names = now[dim][first:]
+        targets = {home.get(name) for name in names}
+        if targets == {None}:
+            yield Move(names, dim, None)
+        elif len(targets) == 1 and dim not in targets:
+            (target,) = targets
+            assert target is not None
+            after = now[target] + names
+            if after == wanted[target][: len(after)]:
+                yield Move(names, dim, target)
 
 
 def shares(shard: Box, unit: Sequence[int], copies: int, *, number: int = 0) -> list[Box]:

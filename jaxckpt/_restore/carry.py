@@ -20,12 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.spread import (
+    Axes,
     Division,
     Hosts,
+    Move,
     Piece,
     allot,
     grouped,
     hosts_of,
+    moves,
     shares,
     spread,
 )
@@ -303,14 +306,18 @@ def _way(
     hosts, mesh = _hosts(target.mesh, process_of)
     if hosts is None:
         return None
-    spec = (*target.spec, *(None,) * (len(shape) - len(target.spec)))
-    names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
+    names = _axes_of(target, len(shape))
     wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
     unused = tuple(name for name in hosts.names if not any(name in some for some in wanted))
     found = spread(hosts, wanted, shape, unit)
     specs = found.axes, wanted, (unused, *wanted)
     given, via, rows = (NamedSharding(mesh, PartitionSpec(*one)) for one in specs)
     return _Way(found, given, via, rows, hosts.parts(unused))
+
+
+def _axes_of(sharding: NamedSharding, rank: int) -> Axes:
+    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    return tuple(a if isinstance(a, tuple) else () if a is None else (a,) for a in spec)
 
 
 @lru_cache(maxsize=1 << 6)
@@ -398,15 +405,37 @@ def _resharding(
     bits: np.dtype[Any] | None,
     copies: int,
 ) -> Any:
-    def move(parts: Any) -> Any:
-        parts = parts if copies == 1 else parts.sum(0, dtype=bits)
-        values = jax.lax.with_sharding_constraint(parts, via)
-        return values if bits is None else jax.lax.bitcast_convert_type(values, dtype)
-
     rows = () if copies == 1 else (copies,)
+    summed, *axes = (
+        ((), *_axes_of(given, len(shape)))
+        if copies == 1
+        else _axes_of(given, len(rows) + len(shape))
+    )
+    steps = moves(tuple(axes), _axes_of(via, len(shape)))
+
+    # Written out: of a resharding, XLA may gather all, and ends the program over some meshes.
+    def move(part: Any) -> Any:
+        part = jax.lax.psum(part.sum(0, dtype=bits), summed) if rows else part
+        for step in steps:
+            part = _moved(part, step, via.mesh)
+        return part if bits is None else jax.lax.bitcast_convert_type(part, dtype)
+
     parts = jax.ShapeDtypeStruct((*rows, *shape), bits or dtype, sharding=given)
     with jax.set_mesh(via.mesh):  # the caller's may have explicit axes, which must fit
-        return jax.jit(move, out_shardings=target).lower(parts).compile()
+        everywhere = {"mesh": via.mesh, "in_specs": given.spec, "out_specs": via.spec}
+        program = jax.shard_map(move, **everywhere, check_vma=False)
+        return jax.jit(program, out_shardings=target).lower(parts).compile()
+
+
+def _moved(part: Any, step: Move, mesh: Mesh) -> Any:
+    names, source, to = step
+    if to is None:
+        assert source is not None
+        return jax.lax.all_gather(part, names, axis=source, tiled=True)
+    if source is not None:
+        return jax.lax.all_to_all(part, names, to, source, tiled=True)
+    size = part.shape[to] // math.prod(mesh.shape[name] for name in names)
+    return jax.lax.dynamic_slice_in_dim(part, jax.lax.axis_index(names) * size, size, to)
 
 
 @lru_cache(maxsize=1 << 6)

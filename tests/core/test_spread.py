@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_chunks
-from jaxckpt._core.spread import allot, hosts_of, shares, spread, times_read
+from jaxckpt._core.spread import allot, hosts_of, moves, shares, spread, times_read
 
 
 def mesh_of(devices=1, **axes):
@@ -223,3 +223,38 @@ def test_a_plan_for_thousands_of_processes_asks_little():
 
     assert len(pieces) == 10_000
     assert time.process_time() - before_s < 1
+
+
+@st.composite
+def shardings(draw):
+    """Two divisions of an array by the axes of a mesh, of which the second may lack some."""
+    names, dims = draw(st.permutations("abcdef")), draw(st.integers(1, 3))
+    at = draw(st.lists(st.integers(0, dims - 1), min_size=6, max_size=6))
+    to = draw(st.lists(st.integers(0, dims), min_size=6, max_size=6))
+    given = [tuple(n for n, dim in zip(names, at, strict=True) if dim == i) for i in range(dims)]
+    pairs = [*zip(draw(st.permutations(names)), to, strict=True)]
+    return tuple(given), tuple(tuple(n for n, d in pairs if d == i) for i in range(dims))
+
+
+@given(shardings())
+def test_moves_lead_from_one_sharding_to_the_other(both):
+    """Each takes the fastest axes of a dimension, and makes them the fastest of another."""
+    now, wanted = list(both[0]), both[1]
+    for names, source, target in moves(*both):
+        if source is not None:
+            assert now[source][-len(names) :] == names
+            now[source] = now[source][: -len(names)]
+        if target is not None:
+            now[target] += names
+
+    assert tuple(now) == wanted
+
+
+@given(st.permutations("ab"), st.integers(0, 2), st.sampled_from([(1, 6), (6, 1), (12, 1)]))
+def test_an_array_on_one_dimension_moves_without_a_slice(names, split, grid):
+    """So no device holds more of it than it reads or wants."""
+    hosts = mesh_of(a=2, b=6)
+    wanted = cut(hosts, (names[:split], names[split:])[:2])
+    found = spread(hosts, wanted, (24, 24), tuple(24 // n for n in grid))
+
+    assert all(source is not None for _, source, _ in moves(found.axes, wanted))

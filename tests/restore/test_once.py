@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -14,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._core.box import Box
 from jaxckpt._core.spread import grouped
-from jaxckpt._restore.carry import Pack, carriers_of
+from jaxckpt._restore.carry import Pack, Spread, carriers_of
 from jaxckpt._restore.once import goes_on
 from jaxckpt._restore.placement import LeafPlan
 from jaxckpt.cli._plan.cluster import Host, cluster_of
@@ -185,6 +187,37 @@ def test_shards_without_replicas_are_not_added_up():
 
     assert len(boxes) == 2
     assert isinstance(carrier, Pack)
+
+
+@pytest.mark.parametrize("unit", [(1536, 256), (256, 1536), (512, 512)])
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (6,)])
+def test_arrays_move_over_meshes_of_any_sides(shape, unit):
+    """XLA ends the program if it is to reshard some of them, as from columns to blocks."""
+    devices, names = jax.devices()[:6], "ab"[: len(shape)]
+    mesh = Mesh(np.array(devices).reshape(shape), [*names])
+    job = SimpleNamespace(index=0, count=3, process_of=lambda device: devices.index(device) // 2)
+    specs = [P(), P("a"), P(None, "a")]
+    if len(shape) == 2:
+        specs += [P("b"), P("a", "b"), P("b", "a"), P(("b", "a")), P(None, ("a", "b"))]
+    stored = StoredArray(dtype="float32", shape=(1536, 1536), chunk_shape=unit)
+    values, saved = bits_of("float32", stored.shape), leaf_of("x", stored)
+    carried = 0
+    for spec in specs:
+        target = NamedSharding(mesh, spec)
+        boxes = (Box((0, 0), stored.shape),)
+        plan = LeafPlan(("x",), saved, None, "array", np.dtype("f4"), target, boxes)
+        where: tuple[Any, ...] = (DATABASE, [plan], job, 1 << 20)
+        found = carriers_of(*where, devices=devices)
+        for one in (carrier for carrier in found if isinstance(carrier, Spread)):  # no pack
+            given, bits = one.given, np.dtype(one.bits)
+            rows = np.zeros((one.copies, *stored.shape), bits)
+            rows[0] = values.view(bits)
+            parts = jax.device_put(rows if one.copies > 1 else rows[0], given)
+            moved = one.program()(parts)
+            assert moved.sharding == target
+            assert np.array_equal(np.asarray(moved).view(bits), values.view(bits))
+            carried += 1
+    assert carried > 0
 
 
 @pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20])
