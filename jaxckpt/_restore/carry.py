@@ -1,7 +1,8 @@
 """Carries values from the process that reads them to the processes that want them, by XLA.
 
-Spread    a large leaf, of which each process reads an equal part: XLA reshards it. Or, if its
-          replicas outnumber its units, some replicas read whole units, and XLA adds them up
+Spread    a large leaf, of which each process reads an equal part, moved by all-to-alls and
+          all-gathers. Or, if its replicas outnumber its units, some replicas read whole units, and
+          XLA adds them up
 Pack      leaves that cannot be spread, in whole units: XLA adds up what the processes have read,
           with zeros for what they have not, so that each gets all of it
 """
@@ -406,24 +407,20 @@ def _resharding(
     copies: int,
 ) -> Any:
     rows = () if copies == 1 else (copies,)
-    summed, *axes = (
-        ((), *_axes_of(given, len(shape)))
-        if copies == 1
-        else _axes_of(given, len(rows) + len(shape))
-    )
-    steps = moves(tuple(axes), _axes_of(via, len(shape)))
+    axes = _axes_of(given, len(rows) + len(shape))
+    steps = moves(axes[len(rows) :], _axes_of(via, len(shape)))
 
     # Written out: of a resharding, XLA may gather all, and ends the program over some meshes.
     def move(part: Any) -> Any:
-        part = jax.lax.psum(part.sum(0, dtype=bits), summed) if rows else part
+        part = jax.lax.psum(part.sum(0, dtype=bits), axes[0]) if rows else part
         for step in steps:
             part = _moved(part, step, via.mesh)
         return part if bits is None else jax.lax.bitcast_convert_type(part, dtype)
 
     parts = jax.ShapeDtypeStruct((*rows, *shape), bits or dtype, sharding=given)
     with jax.set_mesh(via.mesh):  # the caller's may have explicit axes, which must fit
-        everywhere = {"mesh": via.mesh, "in_specs": given.spec, "out_specs": via.spec}
-        program = jax.shard_map(move, **everywhere, check_vma=False)
+        specs = {"in_specs": given.spec, "out_specs": via.spec}
+        program = jax.shard_map(move, mesh=via.mesh, **specs, check_vma=False)
         return jax.jit(program, out_shardings=target).lower(parts).compile()
 
 
