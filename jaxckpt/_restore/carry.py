@@ -305,7 +305,7 @@ def _way(
     target: NamedSharding, shape: tuple[int, ...], unit: tuple[int, ...], process_of: Any
 ) -> _Way | None:
     hosts, mesh = _hosts(target.mesh, process_of)
-    if hosts is None:
+    if hosts is None or PartitionSpec.UNCONSTRAINED in target.spec:
         return None
     names = _axes_of(target, len(shape))
     wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)

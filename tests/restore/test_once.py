@@ -189,6 +189,17 @@ def test_shards_without_replicas_are_not_added_up():
     assert isinstance(carrier, Pack)
 
 
+def test_a_sharding_that_leaves_a_dimension_open_is_read_directly():
+    """One process restores such an array, too."""
+    mesh, host = mesh_of(a=8), Host(0, 2)
+    stored = StoredArray(shape=(2048, 2048), dtype="float32", chunk_shape=(256, 2048))
+    target = NamedSharding(mesh, P(P.UNCONSTRAINED, None))
+    plan = LeafPlan(("a",), leaf_of("a", stored), None, "array", np.dtype("f4"), target)
+    where: tuple[Any, ...] = (DATABASE, [plan], host, 1 << 27)
+
+    assert carriers_of(*where, devices=jax.devices()) == []
+
+
 @pytest.mark.parametrize("unit", [(1536, 256), (256, 1536), (512, 512)])
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2), (6,)])
 def test_arrays_move_over_meshes_of_any_sides(shape, unit):
