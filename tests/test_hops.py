@@ -174,7 +174,7 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
-    "_core": (2543, 1610),
+    "_core": (2547, 1613),
     "_disk": (4963, 3503),
     "_inspect": (1192, 815),
     "_progress": (222, 164),

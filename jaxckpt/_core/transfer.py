@@ -65,7 +65,11 @@ def _sources(value: Any, chunks: Chunks, *dtypes: np.dtype[Any]) -> list[tuple[A
         return [(shard, None, True, *dtypes) for shard in shards]
     here = value.addressable_shards
     positions = {_box.from_index(one.index, value.shape): i for i, one in enumerate(here)}
-    return [(shard, positions[shard], on_host(here), *dtypes) for shard in shards]
+    # An array of this process alone is one chunk, whose shards are put together on the host.
+    return [
+        (shard, positions.get(shard), shard not in positions or on_host(here), *dtypes)
+        for shard in shards
+    ]
 
 
 def stage(

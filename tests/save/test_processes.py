@@ -8,12 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
 from jaxckpt.storage._arrays import Reader
 from jaxckpt.storage._values import find_values
+from jaxckpt.testing import simulate
 from tests.multiprocess import Job
 from tests.workers import saves as worker
 
@@ -161,6 +164,31 @@ def test_what_is_at_the_path_is_the_same_error_on_all(told):
     _, results = told
 
     assert [result["exists"]["type"] for result in results] == ["StepExists"] * 3
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_an_array_on_the_devices_of_each_process_is_that_of_process_0(tmp_path, request, away):
+    """However it is sharded there; as without a mesh, each process has a copy of its own."""
+    if away:
+        request.getfixturevalue("accelerators")
+    saves = jaxckpt.SavePolicy(check_replicas=1)
+
+    def run(processes):
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 4)[processes.index], ("x",))
+        value = np.arange(32.0).astype(np.float32) * (1 - processes.index)
+        tree = {
+            name: jax.device_put(value, NamedSharding(mesh, spec))
+            for name, spec in {"rows": P("x"), "whole": P()}.items()
+        }
+        with jaxckpt.CheckpointManager(tmp_path / "run", save=saves) as manager:
+            for step in range(3):
+                manager.save(step, tree)
+            return manager.problems
+
+    assert simulate(2, run) == [[], []]
+
+    found = jaxckpt.restore(tmp_path / "run", as_numpy=True)
+    assert all(np.array_equal(found[name], np.arange(32.0)) for name in ("rows", "whole"))
 
 
 def test_an_array_that_process_0_cannot_see_is_refused(told):
