@@ -177,6 +177,7 @@ def test_a_store_that_does_not_answer_stops_nothing(tmp_path, local, store):
         handles[-1].durable()
         manager.wait_until_finished()
         manager.save(8, state(8)).durable()  # now what waited may go
+        manager.wait_until_finished()  # the deletions too, beside which the upload may end
         tiers = manager.tiers
         dropped = [problem for problem in manager.problems if "was not uploaded" in problem]
 
