@@ -85,6 +85,8 @@ demo: $(VENV)/.installed-demo
 
 bench: $(VENV)/.installed-bench
 	$(python) -m benchmarks --dir $(BENCH_TMPFS) --out benchmarks/results --name tmpfs $(BENCH_ARGS)
+	$(python) -m benchmarks large --scale 4 --repeats 3 \
+	  --dir $(BENCH_TMPFS) --out benchmarks/results --name tmpfs-large $(BENCH_ARGS)
 	$(python) -m benchmarks.chart
 	$(python) -m benchmarks large gpt2 small integrity \
 	  --dir $(BENCH_DISK) --out benchmarks/results --name disk $(BENCH_ARGS)
