@@ -24,23 +24,12 @@ from jaxckpt._convert.source import (
     read_with_parts,
     with_dtype,
 )
-from jaxckpt._convert.target import (
-    clipped,
-    enlarged,
-    parts_of,
-    run_shape,
-    write_checkpoint,
-)
+from jaxckpt._convert.target import clipped, enlarged, parts_of, run_shape, write_checkpoint
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import read_headers, runs
-from jaxckpt.errors import (
-    CorruptCheckpoint,
-    SaveFailed,
-    StepExists,
-    UnsupportedLeaf,
-)
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedLeaf
 from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header, Tensor

@@ -15,14 +15,7 @@ from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import plan_chunks, plan_reads
 from jaxckpt._disk.checksums import grid_of, stored_sums
-from jaxckpt._disk.chunks import (
-    Buffers,
-    Failed,
-    Landed,
-    LeafRead,
-    another_chunk,
-    make_memory,
-)
+from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, another_chunk, make_memory
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt.format.arrays import chunk_key, dtype_of

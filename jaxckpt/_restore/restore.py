@@ -64,12 +64,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
-from jaxckpt.multihost import (
-    Processes,
-    current,
-    lead,
-    raise_if_any,
-)
+from jaxckpt.multihost import Processes, current, lead, raise_if_any
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
 

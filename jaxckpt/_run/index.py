@@ -27,22 +27,11 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import (
-    looks_committed,
-    lost_record,
-    neighbours,
-    read_facts,
-    read_record,
-)
+from jaxckpt._disk.find import looks_committed, lost_record, neighbours, read_facts, read_record
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt._save.job import is_under_way
-from jaxckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    is_io_failure,
-)
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import jsontext, names, run, step
 from jaxckpt.format.run import StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, locate, together

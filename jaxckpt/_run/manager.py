@@ -37,21 +37,9 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.owner import FORKED
-from jaxckpt._run.resume import (
-    ItemsReading,
-    NeverWhole,
-    Resume,
-    StateReading,
-    shapes_of,
-    watch,
-)
+from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import (
-    DURABLE,
-    LOCAL,
-    Root,
-    newest_of,
-)
+from jaxckpt._run.root import DURABLE, LOCAL, Root, newest_of
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub

@@ -35,12 +35,7 @@ from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
 from jaxckpt._run.shares import part_of
-from jaxckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    StepExists,
-    UnsupportedFormat,
-)
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StepExists, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage, drop_cached, together

@@ -33,15 +33,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Life, StepMetadata
-from jaxckpt.multihost import (
-    Group,
-    Json,
-    Processes,
-    first_of,
-    meet,
-    raise_if_any,
-    slowest_of,
-)
+from jaxckpt.multihost import Group, Json, Processes, first_of, meet, raise_if_any, slowest_of
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage, together
 from jaxckpt.types import Timing
@@ -308,11 +300,8 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
 
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
-    return request.group.leading(
-        f"{request.name}/{what}",
-        where=f"{request.path} was not saved",
-        timeout_s=request.timeout_s,
-    )
+    name, where = f"{request.name}/{what}", f"{request.path} was not saved"
+    return request.group.leading(name, where=where, timeout_s=request.timeout_s)
 
 
 def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:

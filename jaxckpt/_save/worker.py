@@ -120,6 +120,9 @@ class Worker(Generic[S]):
             with self._lock:
                 if self._begun is not handle:
                     self._saves.pop(handle, None)
+                waits = next(iter(self._saves), None)
+            if waits not in (None, self._begun):  # of another thread, which relied on this one
+                start(self, self._work, self.name)
             raise
 
     def under_way(self) -> list[S]:

@@ -35,13 +35,7 @@ from urllib.parse import unquote
 from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage._ahead import ahead, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
-from jaxckpt.storage._local import (
-    LocalStorage,
-    files_in,
-    is_temporary_file,
-    listing,
-    usable_cores,
-)
+from jaxckpt.storage._local import LocalStorage, files_in, is_temporary_file, listing, usable_cores
 from jaxckpt.storage._memory import MemoryStorage
 from jaxckpt.storage._mounts import mounts
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage

@@ -18,13 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt.errors import (
-    CheckpointError,
-    CorruptCheckpoint,
-    StoreError,
-    is_io_failure,
-    os_code_in,
-)
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StoreError, is_io_failure, os_code_in
 from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, place_of
 from jaxckpt.storage._local import usable_cores

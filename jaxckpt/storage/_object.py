@@ -177,7 +177,7 @@ class ObjectStorage:
     def _below(self, path: str, *, in_one: bool = False) -> list[Any]:
         found = self._page(path)
         if len(found) == _PAGE:
-            found = [] if in_one else found + self._after(path, found[-1]["path"])
+            found = [] if in_one else self._go_on(path, found)
         return [one for one in found if one["path"] != self._key(path)]
 
     def _page(self, path: str, after: str | None = None) -> list[Any]:
@@ -187,27 +187,32 @@ class ObjectStorage:
         below = obs().list(self._store, self._key(path) or None, offset=after, chunk_size=_PAGE)
         return iter(below)
 
-    def _after(self, path: str, last: str) -> list[Any]:
-        """Lists what comes after the first page, several directories at a time."""
-        names = list[str]()
+    def _all_pages(self, path: str) -> list[Any]:
+        return self.requests.read("list", path, lambda: [*chain(*self._pages(path))])
+
+    def _go_on(self, path: str, page: list[Any]) -> list[Any]:
+        """Returns the first page and what comes after it, several directories at a time."""
+        keys = [one["path"] for one in page]
+        # Azure lists from the beginning only, and directory buckets of S3 in no order.
+        if self.scheme == "az" or keys != sorted(keys):
+            return self._all_pages(path)
+        names, last = list[str](), keys[-1]
         with contextlib.suppress(FileNotFoundError):  # all was deleted since the first page
             names = sorted(f"{self._key(path)}/{name}".lstrip("/") for name in self.entries(path))
         later = [name for name in names if name > last]
         seen = len(names) - len(later)  # as many in each request, if they are alike
         each = max(1, seen * 4 // 5, -(-len(later) // REQUESTS_AT_ONCE))
-        starts = [last, *(later[each::each] if self.scheme != "az" else ())]
+        starts = [last, *later[each::each]]
         ranges = zip(starts, [*starts[1:], _LAST_NAME], strict=True)
         parts = all_of(callers(), [partial(self._between, path, *both) for both in ranges])
-        return [one for part in parts for one in part]
+        return [*page, *chain(*parts)]
 
     def _between(self, path: str, after: str, last: str) -> list[Any]:
-        page = [] if self.scheme == "az" else self._page(path, after)
-        found = [*page]
+        found = page = self._page(path, after)
         while len(page) == _PAGE and after < page[0]["path"] and page[-1]["path"] < last:
-            found += (page := self._page(path, page[-1]["path"]))
-        if self.scheme == "az" or (found and found[0]["path"] <= after):
-            # The store lists from the beginning only.
-            found = self.requests.read("list", path, lambda: [*chain(*self._pages(path))])
+            found = found + (page := self._page(path, page[-1]["path"]))
+        if found and found[0]["path"] <= after:  # this store also lists from the beginning only
+            found = self._all_pages(path)
         return [one for one in found if after < one["path"] <= last]
 
     def _head(self, path: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, field
 
 import pytest
 
-from jaxckpt._save.worker import Failure, Worker
+from jaxckpt._save.worker import Failure, Worker, start
 from jaxckpt.errors import CheckpointTimeout
 
 
@@ -62,3 +63,28 @@ def test_a_caller_that_has_to_save_itself_raises_the_error(monkeypatch):
 
     [error] = saver.take_errors()
     assert isinstance(error, ZeroDivisionError)
+
+
+def test_a_save_that_another_thread_puts_meanwhile_outlives_an_interrupt():
+    """The interrupted call was to start the thread for both."""
+    saver, first, second = worker(), Save(step=1), Save(step=2)
+    ran = threading.Event()
+
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code is start.__code__:
+            sys.setprofile(None)
+            other = threading.Thread(target=saver.put, args=(second, ran.set))
+            other.start()
+            other.join(60)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            saver.put(first, lambda: None)
+    finally:
+        sys.setprofile(None)
+
+    assert ran.wait(60)
+    saver.stop()
+    assert saver.under_way() == []

@@ -28,7 +28,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
@@ -98,6 +98,7 @@ class Bucket:
         self._listed: dict[str, Object] | None = None  # what listings show, if they lag
         self._read: dict[str, Object] | None = None  # what reads find, if they lag
         self.begins_anew = False  # whether listings ignore `start_after`
+        self.order: Callable[[str], Any] = str  # of listings: the key by which names are sorted
         self.goes_when_listed = False  # whether all is deleted after the first page of a listing
 
     def freeze(self, *, lists: bool = False, reads: bool = False) -> None:
@@ -162,14 +163,13 @@ class Bucket:
                 self._objects.clear()
         found: dict[str, Object | None] = {}
         start_after = "" if self.begins_anew else start_after
+        wanted = list[tuple[str, str, Object]]()
         for name, entry in objects:
-            if not name.startswith(prefix) or name < start or name <= start_after:
-                continue
-            if end and name >= end:
-                break
-            rest, cut_off, _ = name[len(prefix) :].partition(delimiter or "\0")
-            shown = prefix + rest + cut_off
-            if shown <= page:
+            if name.startswith(prefix) and start <= name > start_after and not name >= end > "":
+                rest, cut_off, _ = name[len(prefix) :].partition(delimiter or "\0")
+                wanted.append((prefix + rest + cut_off, cut_off, entry))
+        for shown, cut_off, entry in sorted(wanted, key=lambda one: self.order(one[0])):
+            if page and self.order(shown) <= self.order(page):
                 continue
             if len(found) == limit and shown not in found:
                 return self._page(found, next(reversed(found)))

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -154,16 +155,18 @@ def test_a_store_that_limits_the_rate_of_requests_is_asked_again(proxied, gcs_se
     assert [(step.metrics, step.problem) for step in steps] == [({"loss": 1.0}, None)] * STEPS
 
 
-@pytest.mark.parametrize("starts", ["as asked", "anew"])
+@pytest.mark.parametrize("starts", ["as asked", "anew", "anew, in no order"])
 def test_many_objects_are_listed_from_several_places(counting, starts):
-    """Each is found once, also if the store ignores where a list is to start."""
+    """Each is found once, also if the store ignores where a list is to start, and sorts nothing."""
     url, server, count = counting
     storage, path = locate(f"{url}/run")
     steps = [f"{step}/{n}" for step in range(400) for n in range(8)]
     wanted = sorted(["0", "25", "399.txt", "_jaxckpt.owner", *steps, "9/a/b", "z"])
     for name in wanted:
         server.running.bucket(server.bucket).put(f"run/{name}", b"", None)
-    server.running.bucket(server.bucket).begins_anew = starts == "anew"
+    server.running.bucket(server.bucket).begins_anew = starts != "as asked"
+    if starts == "anew, in no order":
+        server.running.bucket(server.bucket).order = lambda name: zlib.crc32(name.encode())
     found = []
 
     requests, in_a_row = count(lambda: found.append(storage.files(path)))
