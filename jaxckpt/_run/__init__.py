@@ -12,7 +12,9 @@ One directory of steps:
     index        which steps exist, for managers and commands alike
     root         the directory as a manager opens it, and what goes after a commit
     identity     the id of a run
-    owner        which job may write, and which manager of a process
+    owner        which job may write
+    leftovers    what earlier jobs left unfinished
+    opening      which manager of a process may write
     ledger       the starts of the run, and what became of each
     deletion     what goes, what is set aside, what is pinned
     leases       how readers keep a step

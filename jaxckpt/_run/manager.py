@@ -36,7 +36,7 @@ from jaxckpt._run.config import (
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.ledger import failure
-from jaxckpt._run.owner import FORKED
+from jaxckpt._run.opening import FORKED
 from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import DURABLE, LOCAL, Root, newest_of

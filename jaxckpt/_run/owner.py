@@ -1,12 +1,11 @@
-"""Decides which job may write to a run, and which manager of a process.
+"""Decides which job may write to a run.
 
 A job that opens a run for writing writes its own token into `_jaxckpt.owner`, then removes every
 unfinished save of earlier jobs. Before each commit a job reads the owner again. So a process of an
 earlier job that wakes up finds its work gone or another token, and cannot commit; if it commits
 first, the new job lists its step; `deletion` has the same for deletions. While the owner's lock
 shows a running job, opening the run does not take it over, but the first save does, unless the
-other job has saved steps that our job does not know. In one process, the manager opened last may
-write.
+other job has saved steps that our job does not know.
 """
 
 from __future__ import annotations
@@ -16,33 +15,23 @@ import io
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
-from jaxckpt._disk.commit import commit_of, remove_writer
+from jaxckpt._disk.commit import remove_writer
 from jaxckpt._disk.transaction import refuse_inside
-from jaxckpt._run.deletion import Deletion, check_folder
+from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import check_id
-from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
+from jaxckpt._run.index import Listing, StepIndex, check_root
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
-from jaxckpt._run.reach import Reach
-from jaxckpt._save.job import is_under_way
-from jaxckpt._save.worker import SaveQueue
+from jaxckpt._run.leftovers import Leftovers
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Doomed, Owner, StepNames
-from jaxckpt.multihost import Group
-from jaxckpt.storage import Entry, Hold, is_temporary_file, together
-
-FORKED: Final = (
-    "this process was forked from the one that saves. Save and wait there, or start this one with "
-    "'spawn'"
-)
+from jaxckpt.format.run import Doomed, Owner
+from jaxckpt.storage import Entry, Hold, together
 
 
 def read_owner(index: StepIndex) -> Owner | None:
@@ -85,17 +74,13 @@ class Ownership:
         self.is_guest = False  # whether another job was running when we opened the run
         self.seen = -1  # the newest step that this job has found or restored
         self.run: str | None = None  # the id of the root, once it was checked
-        self.spared_work: list[str] = []  # directories of unfinished uploads, kept for resuming
-        self._spared: int | None = None  # the step of such uploads
         self._index = index
         self._leases = leases
         self._keep = keep
         self._ledger = ledger
         self._hold: Hold | None = None
         self._closed = False
-        # Files that earlier jobs left in steps, by step. Empty where steps appear by a rename.
-        self._left: dict[str, list[str]] = {}
-        self._half: list[str] = []  # the steps in `_left` that were being deleted
+        self.leftovers = Leftovers(leases)  # of earlier jobs
         self._is_sure = True  # that no other job has saved since we took the run over
 
     def open(self, run: str | None = None, spared: int | None = None) -> Listing:
@@ -110,7 +95,7 @@ class Ownership:
             CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
-        self._closed, self.token, self._spared = False, "", spared
+        self._closed, self.token, self.leftovers.spared = False, "", spared
         try:
             entries = refuse_inside(storage, root, partial(check_root, storage, root))
             if entries is None:
@@ -179,17 +164,13 @@ class Ownership:
         write = [] if self._ledger is None else [partial(self._ledger.begin, self.token, self.owns)]
         listing, *_ = together(self._index.storage, [partial(self._index.listing, known), *write])
         doomed = self._leases.doomed() if names.DOOMED in listing.entries else Doomed()
-        self._left = self._find_left(listing, doomed)
-        left = [entry for entry in listing.entries if self._is_left(entry)]
-        if left or self._half:
+        left = self.leftovers.find(listing, doomed)
+        if left or self.leftovers.half:
             self.check()
             if before is not None and doomed.owner == before.token:
                 self._finish(listing, doomed)
-            if self._half:  # so that the next owner knows, if this job dies in between
-                self._leases.doom(self._half)
-            for entry in left:
-                self._sweep(entry)
-        if (self._left and self._remove_left()) or left:
+            self.leftovers.sweep(left)
+        if (self.leftovers.files and self._remove_left()) or left:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
@@ -322,7 +303,7 @@ class Ownership:
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._lock()
-        if self._left:
+        if self.leftovers.files:
             self._remove_left()
         # In a store each listing is a request, and the owner's file shows enough.
         if step is not None and (self._index.storage.atomic_rename or not self._is_sure):
@@ -340,90 +321,10 @@ class Ownership:
                 "opened the run. Only one job may write to a run; restore before continuing."
             )
 
-    def _is_left(self, entry: str) -> bool:
-        """Returns whether an earlier job left an entry, as far as its name shows."""
-        is_step = names.replaced(entry) is not None or names.ours_temporary(entry) is not None
-        return is_step or self._is_forgotten(entry)
-
-    def _sweep(self, entry: str) -> None:
-        """Finishes or removes work of an earlier job."""
-        index, path = self._index, f"{self._index.root}/{entry}"
-        try:
-            if (name := names.replaced(entry)) is not None:
-                commit_of(index.storage, f"{index.root}/{name}").recover()
-            elif (name := names.ours_temporary(entry)) is None:
-                index.storage.delete(path)
-            elif is_under_way(f"{index.root}/{name}"):
-                return
-            elif self._is_spared(name):
-                self.spared_work.append(entry)
-            else:
-                if not names.is_deleting(entry):
-                    index.warn(f"removing {path}, left by an interrupted save")
-                commit_of(index.storage, path).remove_work()
-        except OSError as error:
-            index.report(f"{path} is left over and cannot be removed: {error}")
-
-    def _find_left(self, listing: Listing, doomed: Doomed) -> dict[str, list[str]]:
-        """Finds unfinished saves newer than the newest step, and unfinished deletions."""
-        root = self._index.root
-        deleting = [name for name in doomed.steps if name in listing.directories()]
-        begun = self._begun(listing, deleting)  # looked for only where it is needed
-        found = commit_of(self._index.storage, root).left_below(begun)
-        self._half = [name for name in deleting if name in found]
-        return {
-            name: files
-            for name, files in found.items()
-            if name in deleting or self._was_saving(f"{root}/{name}", files)
-        }
-
-    def _begun(self, listing: Listing, deleting: Sequence[str]) -> Iterator[str]:
-        for name in dict.fromkeys([*self._index.unfinished(listing), *deleting]):
-            is_spared = name not in deleting and self._is_spared(name)
-            if not (is_spared or is_under_way(f"{self._index.root}/{name}")):
-                yield name
-
-    def _is_spared(self, name: str) -> bool:
-        naming = self._index.naming or StepNames()
-        return self._spared is not None and self._spared == naming.step(name)
-
-    def _was_saving(self, path: str, files: list[str]) -> bool:
-        """Returns whether a save left these files.
-
-        A record without a writer may also be of a copy that somebody is making.
-        """
-        if not files:  # the save was trying out the store
-            return any(map(is_temporary_file, self._index.storage.entries(path)))
-        return names.WRITER in files or names.RECORD not in files
-
     def _remove_left(self) -> bool:
-        """Removes remains of earlier jobs, once their leases are over; returns whether it did."""
-        if self._hold is None or isinstance(self._hold, _NoHold):
-            return False
-        before = len(self._left)
-        self._left = {n: files for n, files in self._left.items() if not self._is_done(n, files)}
-        if self._half and self._left.keys().isdisjoint(self._half):
-            self._half = []
-            self._index.storage.delete(f"{self._index.root}/{names.DOOMED}")
-        return len(self._left) < before
-
-    def _is_done(self, name: str, files: list[str]) -> bool:
-        path = f"{self._index.root}/{name}"
-        if is_under_way(path):  # this job is saving that step
-            return True
-        try:
-            return commit_of(self._index.storage, path).remove_left(files)
-        except OSError as error:
-            self._index.report(f"{path} is left over and cannot be removed: {error}")
-            return False
-
-    def _is_forgotten(self, entry: str) -> bool:
-        """Returns whether a file is an expired lease or a remnant of a killed job."""
-        if is_temporary_file(entry):  # a reader writes its lease again
-            return True
-        if entry == names.DOOMED:
-            return not self._half
-        return names.is_lease(entry) and self._leases.read(entry) is None
+        """Removes what earlier jobs left in steps, if this job holds the lock."""
+        is_held = self._hold is not None and not isinstance(self._hold, _NoHold)
+        return is_held and self.leftovers.remove()
 
     def doubt(self) -> None:
         """Lets the next commit look for later steps: the run was not listed when the job began."""
@@ -441,172 +342,3 @@ class _NoHold:
 
     def release(self) -> None:
         """Does nothing."""
-
-
-# --- in one process --------------------------------------------------------------------------
-
-
-@final
-class Opening:
-    """One opening of a run by a manager; the next one for writing in this process ends it."""
-
-    def __init__(self, owner: Ownership, deletion: Deletion, group: Group) -> None:
-        self.ended = ""  # why, once it has
-        self._saves: SaveQueue | None = None  # None until the run is open
-        self._owner = owner
-        self._deletion = deletion
-        self._index = deletion.index
-        self._group = group
-        self._key = self._index.root, group.mates.index
-        self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
-        self._reach: Reach | None = None  # of a root that the job can do without
-        self._beginning = threading.Lock()  # held while a thread opens the run
-
-    def open(
-        self,
-        metadata: Mapping[str, Any] | None,
-        *,
-        saves: SaveQueue | None,
-        timeout_s: float,
-        run: str | None = None,
-        spared: int | None = None,
-        reach: Reach | None = None,
-    ) -> Any:  # JSON
-        """Opens the run for writing in the leader; returns its newest step to the group.
-
-        First ends this process's earlier opening for writing, after its saves.
-
-        Args:
-            saves: What writes there, which the end of the opening waits for and stops.
-            run, spared: See `Ownership.open`.
-            reach: Given if the job can do without the root. If it cannot be used, the result has
-                the reason as "away"; the first upload that gets through opens the run.
-        """
-        self._reach, self._take = reach, partial(self._owner.open, run, spared)
-        with _open_lock:
-            earlier = _open.get(self._key)
-            _open[self._key] = self
-        if earlier is not None:
-            try:
-                earlier.end("another manager of this process has opened the run. Use that one")
-            except BaseException as error:
-                if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
-                    raise  # else its storage only simulates a process, which is dead
-        index, root = self._index, self._index.root
-        group, where = self._group, self._group.common(root)
-        name = f"manager {where}/open"
-        try:
-            with group.leading(name, where=where, timeout_s=timeout_s) as led:
-                if group.leads:
-                    found = (
-                        self._begin(metadata)
-                        if reach is None
-                        else self._begin_or_go_on(metadata, reach)
-                    )
-                    led.value = {"session": secrets.token_hex(8), **found}
-        except BaseException:
-            self.ended = "it could not open the run"  # the next manager does not wait for it
-            self._owner.close()
-            raise
-        opened, self._saves = led.value, saves
-        if opened["naming"] is not None:
-            index.naming = StepNames(**opened["naming"])
-        return opened
-
-    def _begin_or_go_on(self, metadata: Mapping[str, Any] | None, reach: Reach) -> dict[str, Any]:
-        try:
-            return reach.ask(partial(self._begin, metadata))
-        except CorruptCheckpoint:
-            raise
-        except OSError as error:
-            self._owner.doubt()
-            away = {"away": str(error), "silent": bool(reach.away)}
-            return {"newest": None, "naming": None, **away}
-
-    def _begin(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-        index = self._index
-        with self._beginning:
-            listing = self._take()
-        if self.ended:  # while the root did not answer
-            self._owner.close()
-            return {}
-        with _unless_full(index):
-            if (folder := self._deletion.folder) is not None:
-                check_folder(index, folder)
-        index.note_strays(listing, besides=[self._deletion.move_to, *self._owner.spared_work])
-        with _unless_full(index):
-            if metadata:
-                write_run_metadata(index, metadata)
-        if (newest := index.newest(listing)) is not None:
-            self._owner.finish_commit(newest)
-        naming = None if index.naming is None else asdict(index.naming)
-        return {
-            "newest": newest,
-            "naming": naming,
-            "owned": not self._owner.is_guest,
-            "run": self._owner.run,
-        }
-
-    def open_late(self, timeout_s: float) -> None:
-        """Opens a run that was away when the job began, unless that was done meanwhile."""
-        if not self._beginning.acquire(timeout=timeout_s):
-            raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
-        try:
-            if not self._owner.token and not self.ended:
-                self._take()
-            if self.ended:  # while the root did not answer
-                self._owner.close()
-                raise SaveFailed(f"{self._index.root}: {self.ended}")
-        finally:
-            self._beginning.release()
-
-    def end(self, why: str) -> None:
-        """Waits for the saves under way and releases the run, unless that was done before."""
-        if not self._ending.acquire(blocking=False):
-            if self._saves is not None and self._saves.is_own_thread():
-                return  # the thread that ends it waits for us
-            self._ending.acquire()
-        try:
-            if self.ended:
-                return
-            if self._saves is not None:
-                self._saves.refuse_own_thread()
-            self.ended = why
-            try:
-                if self._saves is not None:
-                    self._saves.stop()
-            finally:
-                if self._reach is None:
-                    self._owner.close()
-                else:
-                    self._reach.leave(self._owner.close)
-                with _open_lock:
-                    if _open.get(self._key) is self:
-                        del _open[self._key]
-        finally:
-            self._ending.release()
-
-
-@contextlib.contextmanager
-def _unless_full(index: StepIndex) -> Iterator[None]:
-    """Reports a full disk: steps can be restored and deleted there."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        index.report(f"{index.root} is opened, though the disk is full: {error}")
-
-
-_open: dict[tuple[str, int], Opening] = {}  # managers open for writing
-_open_lock = threading.Lock()  # guards _open
-
-
-def _end_in_child() -> None:
-    # A forked child lacks the saving threads, and the run stays the parent's.
-    for opening in _open.values():
-        opening.ended = FORKED
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_end_in_child)

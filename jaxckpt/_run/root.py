@@ -16,7 +16,8 @@ from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.local import Local
-from jaxckpt._run.owner import Opening, Ownership
+from jaxckpt._run.opening import Opening
+from jaxckpt._run.owner import Ownership
 from jaxckpt._run.peers import Peers
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy

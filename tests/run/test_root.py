@@ -24,7 +24,8 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import LEASE_S, Leases
-from jaxckpt._run.owner import Opening, Ownership
+from jaxckpt._run.opening import Opening
+from jaxckpt._run.owner import Ownership
 from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Doomed, Lease, Owner, StepNames

@@ -1,0 +1,190 @@
+"""Decides which manager of this process may write to a run: the one that opened it last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, final
+
+from jaxckpt._run.deletion import Deletion, check_folder
+from jaxckpt._run.index import StepIndex, write_run_metadata
+from jaxckpt._run.owner import Ownership
+from jaxckpt._run.reach import Reach
+from jaxckpt._save.worker import SaveQueue
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
+from jaxckpt.format.run import StepNames
+from jaxckpt.multihost import Group
+
+FORKED: Final = (
+    "this process was forked from the one that saves. Save and wait there, or start this one with "
+    "'spawn'"
+)
+
+
+@final
+class Opening:
+    """One opening of a run by a manager; the next one for writing in this process ends it."""
+
+    def __init__(self, owner: Ownership, deletion: Deletion, group: Group) -> None:
+        self.ended = ""  # why, once it has
+        self._saves: SaveQueue | None = None  # None until the run is open
+        self._owner = owner
+        self._deletion = deletion
+        self._index = deletion.index
+        self._group = group
+        self._key = self._index.root, group.mates.index
+        self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
+        self._reach: Reach | None = None  # of a root that the job can do without
+        self._beginning = threading.Lock()  # held while a thread opens the run
+
+    def open(
+        self,
+        metadata: Mapping[str, Any] | None,
+        *,
+        saves: SaveQueue | None,
+        timeout_s: float,
+        run: str | None = None,
+        spared: int | None = None,
+        reach: Reach | None = None,
+    ) -> Any:  # JSON
+        """Opens the run for writing in the leader; returns its newest step to the group.
+
+        First ends this process's earlier opening for writing, after its saves.
+
+        Args:
+            saves: What writes there, which the end of the opening waits for and stops.
+            run, spared: See `Ownership.open`.
+            reach: Given if the job can do without the root. If it cannot be used, the result has
+                the reason as "away"; the first upload that gets through opens the run.
+        """
+        self._reach, self._take = reach, partial(self._owner.open, run, spared)
+        with _open_lock:
+            earlier = _open.get(self._key)
+            _open[self._key] = self
+        if earlier is not None:
+            try:
+                earlier.end("another manager of this process has opened the run. Use that one")
+            except BaseException as error:
+                if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+                    raise  # else its storage only simulates a process, which is dead
+        index, root = self._index, self._index.root
+        group, where = self._group, self._group.common(root)
+        name = f"manager {where}/open"
+        try:
+            with group.leading(name, where=where, timeout_s=timeout_s) as led:
+                if group.leads:
+                    begin = self._begin if reach is None else partial(self._begin_or_go_on, reach)
+                    led.value = {"session": secrets.token_hex(8), **begin(metadata)}
+        except BaseException:
+            self.ended = "it could not open the run"  # the next manager does not wait for it
+            self._owner.close()
+            raise
+        opened, self._saves = led.value, saves
+        if opened["naming"] is not None:
+            index.naming = StepNames(**opened["naming"])
+        return opened
+
+    def _begin_or_go_on(self, reach: Reach, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        try:
+            return reach.ask(partial(self._begin, metadata))
+        except CorruptCheckpoint:
+            raise
+        except OSError as error:
+            self._owner.doubt()
+            away = {"away": str(error), "silent": bool(reach.away)}
+            return {"newest": None, "naming": None, **away}
+
+    def _begin(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        index = self._index
+        with self._beginning:
+            listing = self._take()
+        if self.ended:  # while the root did not answer
+            self._owner.close()
+            return {}
+        with _unless_full(index):
+            if (folder := self._deletion.folder) is not None:
+                check_folder(index, folder)
+        index.note_strays(
+            listing, besides=[self._deletion.move_to, *self._owner.leftovers.spared_work]
+        )
+        with _unless_full(index):
+            if metadata:
+                write_run_metadata(index, metadata)
+        if (newest := index.newest(listing)) is not None:
+            self._owner.finish_commit(newest)
+        naming = None if index.naming is None else asdict(index.naming)
+        return {
+            "newest": newest,
+            "naming": naming,
+            "owned": not self._owner.is_guest,
+            "run": self._owner.run,
+        }
+
+    def open_late(self, timeout_s: float) -> None:
+        """Opens a run that was away when the job began, unless that was done meanwhile."""
+        if not self._beginning.acquire(timeout=timeout_s):
+            raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
+        try:
+            if not self._owner.token and not self.ended:
+                self._take()
+            if self.ended:  # while the root did not answer
+                self._owner.close()
+                raise SaveFailed(f"{self._index.root}: {self.ended}")
+        finally:
+            self._beginning.release()
+
+    def end(self, why: str) -> None:
+        """Waits for the saves under way and releases the run, unless that was done before."""
+        if not self._ending.acquire(blocking=False):
+            if self._saves is not None and self._saves.is_own_thread():
+                return  # the thread that ends it waits for us
+            self._ending.acquire()
+        try:
+            if self.ended:
+                return
+            if self._saves is not None:
+                self._saves.refuse_own_thread()
+            self.ended = why
+            try:
+                if self._saves is not None:
+                    self._saves.stop()
+            finally:
+                if self._reach is None:
+                    self._owner.close()
+                else:
+                    self._reach.leave(self._owner.close)
+                with _open_lock:
+                    if _open.get(self._key) is self:
+                        del _open[self._key]
+        finally:
+            self._ending.release()
+
+
+@contextlib.contextmanager
+def _unless_full(index: StepIndex) -> Iterator[None]:
+    """Reports a full disk: steps can be restored and deleted there."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        index.report(f"{index.root} is opened, though the disk is full: {error}")
+
+
+_open: dict[tuple[str, int], Opening] = {}  # managers open for writing
+_open_lock = threading.Lock()  # guards _open
+
+
+def _end_in_child() -> None:
+    # A forked child lacks the saving threads, and the run stays the parent's.
+    for opening in _open.values():
+        opening.ended = FORKED
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
