@@ -39,6 +39,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import os
 import select
 import signal
@@ -54,6 +55,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, Self
+
+from tests.waiting import waited_until
 
 TESTS = Path(__file__).resolve().parent
 _START_TRIES = 3
@@ -129,12 +132,15 @@ class Job:
 
     def wait_for(self, index: int, point: str) -> None:
         """Waits until process `index` has reached `point`; fails if it ends before."""
-        while not self.reached(index, point):
-            ended = self.processes[index].poll()
-            if (ended is not None and not self.reached(index, point)) or self._is_late():
-                why = "ran out of time" if ended is None else f"ended with {ended}"
-                self._fail(f"process {index} {why} before it reached {point!r}")
-            time.sleep(0.01)
+        process = self.processes[index]
+        waited_until(
+            lambda: self.reached(index, point) or process.poll() is not None,
+            limit_s=self._left_s(),
+        )
+        if not self.reached(index, point):
+            ended = process.poll()
+            why = "ran out of time" if ended is None else f"ended with {ended}"
+            self._fail(f"process {index} {why} before it reached {point!r}")
 
     def release(self, point: str) -> None:
         """Lets every process that waits in `me.wait_for(point)` continue."""
@@ -162,8 +168,9 @@ class Job:
             check: Fail, with all outputs, when a process ended with other than 0. Then the others
                 get a few seconds to end too. Without it, only running out of time fails.
         """
-        failed_at: float | None = None
-        while running := [i for i, p in enumerate(self.processes) if p.poll() is None]:
+
+        def have_ended() -> bool:
+            running = self._running()
             awake = [i for i in running if i not in self._stopped]
             # The coordination service lives in process 0: it may go only when nobody needs it.
             if awake == [0]:
@@ -171,14 +178,18 @@ class Job:
             if not awake:
                 for index in running:
                     self.kill(index)
-            if failed_at is None and any(p.returncode for p in self.processes):
-                self._note_casualty()
-                failed_at = time.monotonic()
-            if self._is_late():
-                self._fail(f"ran out of time; still running: {running}")
-            if check and failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
-                break
-            time.sleep(0.01)
+            return not running
+
+        def ended_or_failed() -> bool:
+            return have_ended() or any(p.returncode for p in self.processes)
+
+        ended = waited_until(ended_or_failed, limit_s=self._left_s())
+        if any(p.returncode for p in self.processes):
+            self._note_casualty()
+            grace_s = _GRACE_S if check else self._left_s()
+            ended = waited_until(have_ended, limit_s=min(grace_s, self._left_s())) or check
+        if not ended:
+            self._fail(f"ran out of time; still running: {self._running()}")
         if check and any(p.returncode for p in self.processes):
             self._fail("a process failed")
         return [
@@ -243,17 +254,19 @@ class Job:
 
     def _has_started(self) -> bool:
         """Waits until all are connected; False when one ended before or it takes too long."""
-        deadline = min(self._deadline, time.monotonic() + _START_TIMEOUT_S)
-        while time.monotonic() < deadline:
-            if all(self.reached(index, "connected") for index in range(self.count)):
-                return True
-            if any(
+
+        def are_there() -> bool:
+            return all(self.reached(index, "connected") for index in range(self.count))
+
+        def one_has_ended() -> bool:
+            return any(
                 p.poll() is not None and not self.reached(i, "connected")
                 for i, p in enumerate(self.processes)
-            ):
-                return False
-            time.sleep(0.01)
-        return False
+            )
+
+        limit_s = min(self._left_s(), _START_TIMEOUT_S)
+        waited_until(lambda: are_there() or one_has_ended(), limit_s=limit_s)
+        return are_there()
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         if number != signal.SIGCONT:
@@ -264,8 +277,11 @@ class Job:
         """Records a dead process, so that no process calls JAX's shutdown: it would hang."""
         (self._path / "casualty").touch()
 
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
+    def _running(self) -> list[int]:
+        return [i for i, p in enumerate(self.processes) if p.poll() is None]
+
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
 
     def _fail(self, why: str) -> NoReturn:
         alive = [p for p in self.processes if p.poll() is None]
@@ -380,8 +396,7 @@ class Forked:
         return self.returncode
 
     def wait(self) -> None:
-        while self.poll() is None:
-            time.sleep(0.005)
+        waited_until(lambda: self.poll() is not None, limit_s=math.inf)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -454,8 +469,7 @@ class Member:
 
     def wait_for(self, point: str) -> None:
         """Waits until the test calls `job.release(point)`; the job's time limit ends the wait."""
-        while not (self.path / f"go.{point}").exists():
-            time.sleep(0.005)
+        waited_until((self.path / f"go.{point}").exists, limit_s=math.inf)
 
     def die(self) -> NoReturn:
         """Kills this process at once, as a power cut would."""
@@ -530,11 +544,15 @@ def _main(index: int, options: Mapping[str, Any]) -> None:
     partial = me.path / f"{me.index}.partial"
     partial.write_text(json.dumps(result), encoding="utf-8")
     partial.rename(me.path / f"{me.index}.result")
-    while not (me.path / "casualty").exists():
-        if all((me.path / f"{index}.result").exists() for index in range(me.count)):
-            return  # and the interpreter ends as a user's does, with JAX's own shutdown at exit
-        time.sleep(0.005)
-    _leave(me, 0)
+
+    def all_have_ended() -> bool:
+        return all((me.path / f"{index}.result").exists() for index in range(me.count))
+
+    is_dead = (me.path / "casualty").exists
+    waited_until(lambda: is_dead() or all_have_ended(), limit_s=math.inf)
+    if is_dead():
+        _leave(me, 0)
+    # Else the interpreter ends as a user's does, with JAX's own shutdown at exit.
 
 
 def _connect(me: Member, *, port: int, heartbeat_s: int) -> None:

@@ -7,9 +7,16 @@ import time
 _POLL_S = 0.002
 
 
-def wait_until(is_so, *, limit_s=60.0):
-    """Asks until the answer is true; fails after `limit_s`."""
+def waited_until(is_so, *, limit_s):
+    """Asks until the answer is true; returns whether it was within `limit_s`."""
     end_s = time.monotonic() + limit_s
     while not is_so():
-        assert time.monotonic() < end_s, f"not within {limit_s} s"
+        if time.monotonic() > end_s:
+            return False
         time.sleep(_POLL_S)
+    return True
+
+
+def wait_until(is_so, *, limit_s=60.0):
+    """Asks until the answer is true; fails after `limit_s`."""
+    assert waited_until(is_so, limit_s=limit_s), f"not within {limit_s} s"

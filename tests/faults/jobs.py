@@ -16,6 +16,7 @@ import ctypes
 import faulthandler
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -30,9 +31,8 @@ from typing import Any
 from tests import multiprocess
 from tests.faults.zygote import say
 from tests.multiprocess import Member
-from tests.waiting import wait_until
+from tests.waiting import wait_until, waited_until
 
-_POLL_S = 0.005
 _START_TRIES = 3
 HANGS = "hangs"
 
@@ -243,7 +243,8 @@ def supervise(options):
     say(members=pids)
     running = dict(enumerate(pids))
     deadline = time.monotonic() + options["limit_s"]
-    while running:
+
+    def have_ended():
         hangs = time.monotonic() > deadline
         for index, pid in list(running.items()):
             if hangs:
@@ -254,7 +255,9 @@ def supervise(options):
                 del running[index]
                 Path(options["path"], f"{index}.ended").touch()
                 say(member=index, ended=HANGS if hangs else os.waitstatus_to_exitcode(status))
-        time.sleep(_POLL_S)
+        return not running
+
+    waited_until(have_ended, limit_s=math.inf)
 
 
 def _show_threads(pid):

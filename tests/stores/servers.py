@@ -52,6 +52,7 @@ from urllib.parse import urlsplit
 
 from tests.stores import gcs_server
 from tests.stores.gcs_server import GcsServer
+from tests.waiting import waited_until
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
@@ -221,14 +222,15 @@ def azurite() -> Iterator[Server]:
 
 def _ready(server: Server) -> Server:
     """Makes the first bucket, until the store does: it may listen before it works."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while True:
-        try:
-            return server.with_new_bucket()
-        except ServerFailed:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)  # before asking again
+    made = list[Server]()
+
+    def is_made() -> bool:
+        with contextlib.suppress(ServerFailed):
+            made.append(server.with_new_bucket())
+        return bool(made)
+
+    waited_until(is_made, limit_s=_START_TIMEOUT_S)
+    return made[0] if made else server.with_new_bucket()  # which says why not
 
 
 # Processes
@@ -273,16 +275,18 @@ def find_program(name: str) -> str:
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     """Waits until any answer to a request; False if the process ends or time is up."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
+
+    def answers() -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             with contextlib.closing(connection):
                 connection.request("GET", "/")
                 connection.getresponse().read()
                 return True
-        time.sleep(0.05)  # before asking again
-    return False
+        return False
+
+    waited_until(lambda: process.poll() is not None or answers(), limit_s=_START_TIMEOUT_S)
+    return process.poll() is None and answers()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +22,7 @@ from jaxckpt.errors import SaveFailed, StepExists, StoreError, UnsupportedFormat
 from jaxckpt.storage import _settings, _storage_on, locate
 from tests.storage_contract import StorageContract
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
-from tests.waiting import wait_until
+from tests.waiting import wait_until, waited_until
 
 _numbers = itertools.count()
 _START_TIMEOUT_S = 20.0
@@ -42,11 +41,13 @@ def mounted(moto_server, tmp_path_factory):
     bucket = moto_server.with_new_bucket().bucket
     process = subprocess.Popen(["s3fs", bucket, str(folder), "-f", "-o", options])
     try:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not os.path.ismount(folder):
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.skip("s3fs cannot mount here")
-            time.sleep(0.05)  # nothing tells when it is there
+
+        def is_there_or_ended():
+            return os.path.ismount(folder) or process.poll() is not None
+
+        waited_until(is_there_or_ended, limit_s=_START_TIMEOUT_S)
+        if not os.path.ismount(folder):
+            pytest.skip("s3fs cannot mount here")
         yield folder, process
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import os
 
+from tests.waiting import wait_until
 from tests.workers.manages import check_state, state_at
 
 
@@ -61,6 +62,7 @@ def v1(me, root):
         checkpointer.save_async(3, state_at(3)).result()
         check_state(checkpointer.load(3, _target()), 3)
         steps = [found.step for found in checkpointer.checkpoints]
-    time.sleep(0.3 * me.index)  # process 0 deletes it before the other one looks
+    if me.index > 0:  # process 0 deletes it before the other one looks
+        wait_until(lambda: not os.path.exists(f"{root}/a"))
     ocp.delete(f"{root}/a", missing_ok=True)
     return [steps, found["json"], ocp.is_orbax_checkpoint(f"{root}/a")]

@@ -15,6 +15,11 @@ from jaxckpt.multihost import Distributed, current
 LONG_S = 60.0  # never reached
 
 
+def let_the_last_be_late(us):
+    if us.index == us.count - 1:
+        time.sleep(0.2)
+
+
 def law_gather_gives_every_value_to_all(us):
     """Everybody gets the value of everybody, by index."""
     got = us.gather("values", {"index": us.index, "twice": [us.index] * 2}, timeout_s=LONG_S)
@@ -29,8 +34,7 @@ def law_agree_gives_the_value_of_process_0(us):
 
 def law_nobody_leaves_a_barrier_before_all_are_there(us):
     """The last to arrive comes before the first to leave, though one is late."""
-    if us.index == us.count - 1:
-        time.sleep(0.2)
+    let_the_last_be_late(us)
     arrived = time.monotonic()  # one clock for all processes of a machine
     us.barrier("meet", timeout_s=LONG_S)
     left = time.monotonic()
@@ -97,8 +101,7 @@ def law_values_may_be_large(us):
 
 def law_a_slow_reader_loses_nothing(us):
     """Process 0 may be many rounds ahead."""
-    if us.index == us.count - 1:
-        time.sleep(0.2)
+    let_the_last_be_late(us)
 
     assert [us.agree(f"ahead {n}", n, timeout_s=LONG_S) for n in range(50)] == list(range(50))
 
