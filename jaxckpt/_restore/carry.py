@@ -47,8 +47,8 @@ Convert = Callable[[LeafPlan, dict[Box, Values]], object]
 _LEAST_SPREAD_BYTES: Final = 1 << 20
 # Reading a leaf so many times is as good as once.
 _AS_GOOD: Final = 1.05
-# On CPUs, XLA writes past the end of gathered arrays of these.
-_ODD: Final = ("int2", "uint2")
+# On CPUs, XLA writes past the end of gathered arrays of two bits; NCCL has no types of four.
+_ODD: Final = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 
 @final
