@@ -87,10 +87,21 @@ class Sender:
         self.newest = max(step, -1 if self.newest is None else self.newest)
 
     def has_begun(self, one: Upload) -> bool:
-        """Returns whether process 0 has begun to upload a step."""
+        """Returns whether process 0 has begun to upload a step of which this process has a part."""
         with contextlib.suppress(CheckpointError, OSError):
-            return has_begun(self.target.index.storage, *self._attempt_of(one))
+            begun = has_begun(self.target.index.storage, *self._attempt_of(one))
+            return begun and self._has_its_part(one.step)
         return False
+
+    def _has_its_part(self, step: int) -> bool:
+        """Returns whether this process may send what its disk has, which others may have saved."""
+        if (mine := self.source.group.part) is None:
+            return True
+        part = mine
+        with contextlib.suppress(CheckpointError):  # raised when it is sent
+            part = find(self.source.index.storage, self.source.index.path(step)).part or mine
+        # Process 0 commits, and nobody else: one process has the right to write to the directory.
+        return part[1] == mine[1] and (part[0] == 0) == (mine[0] == 0)
 
     def token_of(self, one: Upload) -> str:
         """Returns the token of the attempts to upload a step; "" if it cannot be read now."""
@@ -106,6 +117,12 @@ class Sender:
         """
         source, step = self.source.index, one.step
         if self.processes.index == 0:
+            if not self._has_its_part(step):
+                raise SaveFailed(
+                    f"{source.path(step)} was saved by other processes than those of this job. To "
+                    "upload it, on each host, last where process 0 was then: jaxckpt upload "
+                    f"{source.root} {self.target.index.root} --step {step}"
+                )
             self._open_target(step)
         start_s = time.monotonic()
         with self.source.leases.protect(step):

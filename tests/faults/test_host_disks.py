@@ -579,6 +579,40 @@ def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10):
     return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_processes_in_another_order_do_not_take_a_step_for_uploaded(tmp_path, is_begun):
+    """Process 0 lacks the part with which the upload begins, and no other may write there."""
+    hosts, found = [0, 1], {}
+
+    def run(processes):
+        with manager_of(tmp_path, hosts[processes.index], LocalStorage()) as manager:
+            if hosts == [0, 1]:
+                manager.save(1, {"a": 1})
+                manager.wait_until_finished()
+                return []
+            manager.wait_until_finished()
+            found[processes.index] = [p for p in manager.problems if "not uploaded" in p]
+            processes.barrier("all have looked", timeout_s=30)
+            manager.save(2, {"a": 2})
+            manager.wait_until_finished()
+            return manager.tiers["durable"]
+
+    simulate(2, run)
+    begun = commit_of(LocalStorage(), f"{tmp_path}/run/1").work(
+        uploading.upload_token(find(LocalStorage(), f"{tmp_path}/host0/share_0/1"))
+    )
+    shutil.rmtree(tmp_path / "run" / "1")
+    if is_begun:  # by a job that was killed
+        Path(begun.path).mkdir()
+        Path(begun.path, names.WRITER).write_text(begun.path[-16:])
+    hosts.reverse()
+
+    assert simulate(2, run) == [[2], [2]]
+    [said] = found[0]
+    assert "saved by other processes" in said
+    assert "jaxckpt upload" in said
+
+
 def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
     """A process that has sent its part does not take the step for durable."""
     slow, full = Slow(names.RECORD, "/run/"), []
