@@ -39,7 +39,7 @@ from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
 from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import DURABLE, LOCAL, Root, newest_of
+from jaxckpt._run.root import DURABLE, LOCAL, Root, judge_steps, newest_of, newest_whole
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
@@ -612,10 +612,19 @@ class CheckpointManager:
             )
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
-        if self.mode == "w" and not all(report.ok for report in reports.values()):
-            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
-            self._saver.went_back(newest, good=newest)
+        bad = not all(report.ok for report in reports.values())  # maybe on this disk only
+        name, limit_s = f"manager {self.directory}/scrubbed", self.timeout_s
+        if self.mode == "w" and self._processes.gather(name, bad, any, timeout_s=limit_s):
+            self._go_back()  # some were set aside
         return reports
+
+    def _go_back(self) -> None:
+        """Continues, alike in all processes, from the newest step that is left."""
+        newest = self._lead("newest", partial(newest_of, self._roots))
+        if (local := self._roots[0]).group.part is not None:
+            found = judge_steps(local, newest_whole, timeout_s=self.timeout_s)["newest"]
+            newest = max((n for n in (newest, found) if n is not None), default=None)
+        self._saver.went_back(newest, good=newest)
 
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
         """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
@@ -681,7 +690,7 @@ class CheckpointManager:
         step = as_step("delete", step)
         self.wait_until_finished()
 
-        def delete() -> Json:
+        def delete() -> None:
             places = [root for root in self._roots if root.has(step)] or [self._directory]
             for root in places:
                 path = root.index.check_step(step)
@@ -694,14 +703,13 @@ class CheckpointManager:
                 elif step not in root.deletion.delete([step], asked_for=True):
                     why = root.deletion.why_not(step)
                     raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
-            return newest_of(self._roots)
 
-        newest = self._lead("delete", delete)
+        self._lead("delete", delete)
         if item is None:
             self._on_own_disk(step, lambda one, step: one.delete([step], asked_for=True))
         else:
             self._on_own_disk(step, lambda one, step: one.delete_item(step, item))
-        self._saver.went_back(newest, good=newest)
+        self._go_back()
 
     # --- preemption and readers ------------------------------------------------------------------
 

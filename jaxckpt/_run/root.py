@@ -310,7 +310,7 @@ def open_roots(
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
         if root.group.part is not None:
-            here = judge_steps(root, _newest_of_all, timeout_s=timeout_s)
+            here = judge_steps(root, newest_whole, timeout_s=timeout_s)
         opened.append(here)
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
@@ -336,7 +336,7 @@ def open_roots(
     )
 
 
-def _newest_of_all(disks: Disks, *_: Any) -> dict[str, Any]:
+def newest_whole(disks: Disks, *_: Any) -> dict[str, Any]:
     """Returns what all know of their disks: the newest step that all have. Each is taken over."""
     whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
     return {"newest": next(whole, None)}

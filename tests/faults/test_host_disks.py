@@ -571,12 +571,45 @@ def test_host_arrays_may_differ_between_processes(tmp_path):
     assert (state["small"], state["large"].max()) == (0, 0)
 
 
-def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10):
+def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10, every=1, **of_local):
     """The manager of a simulated process with a disk of its own, all in one storage."""
     disk = PathIn(storage, str(root / f"host{process}"))
-    local = jaxckpt.LocalTier(disk, durable_timeout_s=durable_timeout_s)
-    run = PathIn(storage, str(root / "run"))
-    return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s)
+    local = jaxckpt.LocalTier(disk, durable_timeout_s=durable_timeout_s, **of_local)
+    run, save = PathIn(storage, str(root / "run")), jaxckpt.SavePolicy(every_steps=every)
+    return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s, save=save)
+
+
+LOCAL = {"save": jaxckpt.SavePolicy(), "keep": jaxckpt.KeepPolicy(last=9)}
+
+
+@pytest.mark.parametrize("what", ["delete", "scrub"])
+def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
+    """The run goes on from the newest step that all disks have, which the directory lacks.
+
+    It was deleted by hand, or was damaged on the disk of one process, which alone knows of it.
+    """
+
+    def run(processes):
+        disk = tmp_path / f"host{processes.index}" / "share_0"
+        with manager_of(tmp_path, processes.index, LocalStorage(), every=10, **LOCAL) as manager:
+            for step in (10, 11, 12, 13):
+                manager.save(step, {"a": np.full(70_000, step)}).result()
+            manager.wait_until_finished()
+            if what == "delete":
+                manager.delete(13)
+            else:
+                if processes.index == 1:
+                    damage(disk / "12")
+                processes.barrier("damaged", timeout_s=30)
+                manager.scrub()
+            manager.save(14, {"a": np.full(70_000, 14)})
+            manager.wait_until_finished()
+            return manager.tiers["local"]
+
+    found = simulate(2, run)
+
+    assert [one[-1] for one in found] == [14, 14]
+    assert [{10, 11} - {*one} for one in found] == [set(), set()]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
