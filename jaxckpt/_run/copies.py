@@ -120,12 +120,19 @@ def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
         >>> astray([Saved(4, before), Saved(9, before)], Saved(6, before))
         []
     """
-    steps = sorted(local, key=lambda one: -one.step)
+    steps = sorted(local, key=lambda one: one.step)
+    newest = latest(steps, durable)
+    return [one.step for one in steps if newest and not one.led_to(newest)]
+
+
+def latest(steps: Iterable[Saved], durable: Saved | None = None) -> Saved | None:
+    """Returns where the run was last, as far as is known; see `astray`."""
+    steps = sorted(steps, key=lambda one: -one.step)
     newest = durable or (steps[0] if steps else None)
     for one in steps:
         if newest is not None and one.is_newer(newest):
             newest = one
-    return [one.step for one in reversed(steps) if newest and not one.led_to(newest)]
+    return newest
 
 
 def over_bound(waiting: Sequence[int], *, most: int) -> list[int]:

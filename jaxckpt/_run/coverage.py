@@ -36,7 +36,7 @@ from jaxckpt._disk.found import Found, NotHere, Wanted, check_sizes
 from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._restore.carry import adding, one_each, words_for
-from jaxckpt._run.copies import Saved, astray
+from jaxckpt._run.copies import Saved, latest
 from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline, read_entry
 from jaxckpt._run.index import StepIndex, newest_saved
 from jaxckpt._run.peers import Peers
@@ -107,10 +107,10 @@ class Coverage:
             if disks is None:  # no disk has it, so one process asks the peers
                 roots = self.peers.having(self.step) if self.processes.index == 0 else ()
                 disks = self._open(roots, failed=self.peers.leave)
-            saves = [disk.found.origin for disk in disks]
-            own = saves[0] if self._has_own else None
-            mine: Any = [socket.gethostname(), own, saves, self._lives(disks)]
-            first, self._who, why, save = self._gather("disks", mine, partial(_first, self.step))
+            saves = [[disk.found.origin, self._life(disk)] for disk in disks]
+            own = saves[0][0] if self._has_own else None
+            mine: Any = [socket.gethostname(), own, saves, self._lives()]
+            first, self._who, why, save = self._gather("disks", mine, _first)
             if why is not None:
                 return self._unusable(why)
             if first is not None:
@@ -154,17 +154,21 @@ class Coverage:
                 failed(index, error)
         return disks
 
-    def _lives(self, disks: Sequence[Disk]) -> list[Any]:  # JSON
-        """Returns how the run got to the step and to the newest ones, as far as is readable."""
-        records = [disk.found.record for disk in disks if disk.found.record is not None]
-        lives = [Saved.of(self.step, record.life) for record in records]
+    def _life(self, disk: Disk) -> Saved:
+        """Returns how the run got to the step on a disk."""
+        record = disk.found.record
+        return Saved.of(self.step, None if record is None else record.life)
+
+    def _lives(self) -> list[Saved]:
+        """Returns how the run got to the newest steps, as far as is readable."""
+        lives = []
         with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
             lives += [self.share.saved(number) for number in self.share.steps()[-1:]]
         if self.peers and self.processes.index == 0:  # their steps were not compared with these
             with contextlib.suppress(*_FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
                 lives += [newest] if newest is not None else []
-        return [list(one) for one in lives]
+        return lives
 
     def _make_first(self, outline: bytes, path: str) -> None:
         self._outline = decode_outline(outline, f"{path}/{names.RECORD}")
@@ -429,29 +433,41 @@ class Coverage:
         return self._meet(name, problem)
 
 
-def _first(step: int, given: list[Any]) -> Json:
+def _first(given: list[Any]) -> Json:
     """Returns who has a step first, which processes lack it, why it is of no use, and its save.
+
+    A save from which the run went on elsewhere does not count.
 
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
-            the saves in all places that it sees, and how the run got to the step and to the newest
-            ones.
+            the saves in all places that it sees with how the run got there, and how it got to the
+            newest steps.
     """
-    saves = [seen for _, _, seen, _ in given]
+    seen = {save: _saved(life) for _, _, some, _ in given for save, life in some}
+    newest = latest([*seen.values(), *(_saved(life) for *_, lives in given for life in lives)])
+    left = {save for save, life in seen.items() if newest and _is_left(life, newest)}
     # What other places have counts if no disk has the step.
-    of = {own for _, own, *_ in given} - {None} or {one for seen in saves for one in seen}
+    of = {own for _, own, *_ in given} - {None, *left} or {*seen} - {None, *left}
     save = of.pop() if len(of) == 1 else None
-    first = next((i for i, seen in enumerate(saves) if save in seen), None)
-    lives = [
-        Saved(number, tuple(map(tuple, starts)), run)
-        for *_, some in given
-        for number, starts, run in some
-    ]
-    lacking = {i: host for i, (host, _, seen, _) in enumerate(given) if save not in seen}
-    why = "the run went on without it on another disk" if step in astray(lives, None) else None
-    if save is None and any(saves):
+    saves = [[one for one, _ in some] for _, _, some, _ in given]
+    first = next((i for i, some in enumerate(saves) if save in some), None)
+    lacking = {i: one[0] for i, one in enumerate(given) if save not in saves[i]}
+    why = None
+    if save is None and seen:
         why = "the disks have it from different saves"
+        if left == {*seen}:
+            why = "the run went on without it on another disk"
     return [first, _told(lacking, "its part"), why, save]
+
+
+def _saved(life: Any) -> Saved:  # from JSON
+    step, starts, run = life
+    return Saved(step, tuple(map(tuple, starts)), run)
+
+
+def _is_left(life: Saved, newest: Saved) -> bool:
+    """Returns whether the run went on without a step; of two saves of one step, it is the older."""
+    return not life.led_to(newest) and (newest.step != life.step or newest.is_newer(life))
 
 
 def _united(given: list[Any]) -> Json:

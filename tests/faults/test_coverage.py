@@ -105,17 +105,36 @@ def test_a_damaged_record_ends_no_other_process(zygote, ram_path):
     assert [one["start"] for one in said] == [STEPS] * 3
 
 
+def first(*given):
+    """Given for each process: the save on its disk, and all that it sees with the run's starts."""
+    return _first(
+        [
+            [host, own, [[save, [STEPS, starts, ""]] for save, starts in seen.items()], []]
+            for host, (own, seen) in zip("abc", given, strict=False)
+        ]
+    )
+
+
 def test_disks_with_different_saves_of_a_step_are_not_put_together():
     """One may have been unreadable for a moment when the steps were listed."""
-    both: Any = _first(
-        3, [["a", "one", ["one"], []], ["b", None, [], []], ["c", "two", ["two"], []]]
-    )
-    one: Any = _first(3, [["a", None, [], []], ["b", "two", ["two"], []]])
-    peer: Any = _first(3, [["a", None, ["one"], []], ["b", "two", ["two", "one"], []]])
+    both: Any = first(("one", {"one": []}), (None, {}), ("two", {"two": []}))
+    one: Any = first((None, {}), ("two", {"two": []}))
+    peer: Any = first((None, {"one": []}), ("two", {"two": [], "one": []}))
 
     assert "different saves" in both[2]
     assert one == [1, "process 0 on a lacks its part", None, "two"]
     assert peer == one
+
+
+def test_the_save_of_a_step_from_which_the_run_did_not_go_on_does_not_count():
+    """If the later of two is known: each start has the one before in its record."""
+    before, since, other = [["x", None]], [["x", None], ["y", 1]], [["x", None], ["z", 1]]
+    old, new, third = {"old": before}, {"new": since}, {"third": other}
+
+    assert first(("old", old), ("new", new)) == [1, "process 0 on a lacks its part", None, "new"]
+    assert first(("old", old | new), (None, {}))[2:] == [None, "new"]
+    for given in (("new", new), ("third", third)), (("third", third), ("new", new)):
+        assert "different saves" in first(*given)[2]
 
 
 def flip(item, place):

@@ -173,6 +173,17 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     assert places(said, tmp_path) == ["host0", "host1"]
 
 
+def test_a_host_that_comes_back_does_not_hide_a_newer_save_of_a_step(train, tmp_path):
+    """The newest step restores as it would with a blank disk: the other host has all of it."""
+    train(5, args=[["whole", "count"], False])
+    train(1, hosts=[2, 3], args=[["whole", "count"], False])  # saves step 5 again
+
+    said = train(0, hosts=[1, 2], args=[["whole", "count"], False])
+
+    assert [one["start"] for one in said] == [5, 5]
+    assert all("process 0" in one["problems"][-1] for one in said)
+
+
 def test_a_run_on_the_disks_of_another_begins_anew(train, tmp_path):
     """Each has its own place on each disk; the steps of the other stay as they are."""
     first, second = [["split"], False, True, str(tmp_path / "A")], [["split"], False, True]
