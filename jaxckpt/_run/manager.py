@@ -46,6 +46,7 @@ from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
+from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Group, Json, current, lead, raise_first, text_of
@@ -690,25 +691,20 @@ class CheckpointManager:
         step = as_step("delete", step)
         self.wait_until_finished()
 
-        def delete() -> None:
+        def delete() -> str:
             places = [root for root in self._roots if root.has(step)] or [self._directory]
             for root in places:
-                path = root.index.check_step(step)
                 if root.deletion.is_pinned(step):
-                    raise ValueError(f"{path} is pinned; unpin it first")
-            for root in places:
-                root.owner.fence()
-                if item is not None:
-                    root.deletion.delete_item(step, item)
-                elif step not in root.deletion.delete([step], asked_for=True):
-                    why = root.deletion.why_not(step)
-                    raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
+                    raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
+            return _delete_in(places, step, item)
 
-        self._lead("delete", delete)
-        if item is None:
-            self._on_own_disk(step, lambda one, step: one.delete([step], asked_for=True))
-        else:
-            self._on_own_disk(step, lambda one, step: one.delete_item(step, item))
+        lacks, local = self._lead("delete", delete), self._roots[0]
+        own = [local] if local.group.follows and local.has(step) else []
+        limits: Any = {"where": self.directory, "timeout_s": self.timeout_s}
+        with local.group.leading(f"manager {self.directory}/deleted", any, **limits) as led:
+            led.value = (own and not _delete_in(own, step, item)) or not lacks
+        if not led.value:
+            raise CheckpointNotFound(lacks)
         self._go_back()
 
     # --- preemption and readers ------------------------------------------------------------------
@@ -758,6 +754,27 @@ class CheckpointManager:
 def saver_of(manager: CheckpointManager) -> Saver:
     """Returns the saving half of a manager, for the drop-in, which decides and waits as Orbax."""
     return manager._saver
+
+
+def _delete_in(places: Sequence[Root], step: int, item: str | None) -> str:
+    """Deletes a step or an item, which may be gone from some of the places.
+
+    Returns:
+        What they lack if it was in none, or "".
+    """
+    lacks: list[str] = []
+    for root in places:
+        try:
+            root.index.check_step(step)
+            root.owner.fence()
+            if item is not None:
+                root.deletion.delete_item(step, item)
+            elif step not in root.deletion.delete([step], asked_for=True):
+                why = root.deletion.why_not(step)
+                raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
+        except CheckpointNotFound as error:
+            lacks.append(str(error))
+    return lacks[0] if len(lacks) == len(places) else ""
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:

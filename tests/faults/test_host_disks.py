@@ -657,6 +657,26 @@ def test_processes_in_another_order_do_not_take_a_step_for_uploaded(tmp_path, is
     assert "jaxckpt upload" in said
 
 
+@pytest.mark.parametrize("item", ["more", None])
+def test_all_hear_of_a_deletion_that_failed_on_one_disk(tmp_path, item):
+    """A reader of that host holds the step. It is not taken for deleted, and goes the next time."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), timeout_s=60) as manager:
+            manager.save(1, {"a": 1})
+            manager.save(2, {"a": 1}, items={"more": {"a": 1}}).durable()
+            lease = manager._tiers.local.leases.protect(2)
+            with lease if processes.index else contextlib.nullcontext():
+                with pytest.raises((ValueError, ProcessesDisagree), match="reader holds"):
+                    manager.delete(2, item=item)
+                processes.barrier("tried", timeout_s=60)
+            with contextlib.suppress(CheckpointNotFound):
+                manager.delete(2, item=item)
+            return manager.tiers["local"], sorted(manager.restore_items())
+
+    assert simulate(2, run) == [([1, 2] if item else [1], ["state"])] * 2
+
+
 def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
     """A process that has sent its part does not take the step for durable."""
     slow, full = Slow(names.RECORD, "/run/"), []

@@ -22,7 +22,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run import tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
-from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.format import step as step_format
 from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
@@ -587,6 +587,18 @@ def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
         manager.unpin(1)
         manager.delete(1)
         assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
+
+
+def test_an_item_deleted_in_one_place_before_a_crash_is_deleted_in_the_other(tmp_path, local):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1), items={"more": {"a": np.arange(3)}}).durable()
+        manager._tiers.local.deletion.delete_item(1, "more")
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.delete(1, item="more")
+
+        assert not (tmp_path / "run" / "1" / "more").exists()
+        with pytest.raises(CheckpointNotFound, match="no item 'more'"):
+            manager.delete(1, item="more")
 
 
 def test_the_best_step_counts_wherever_it_is(tmp_path, local):
