@@ -662,8 +662,10 @@ class CheckpointManager:
         """Does something with a step wherever it is; CheckpointNotFound if that is nowhere."""
 
         def in_all() -> None:
-            for root in [root for root in self._roots if root.has(step)] or [self._directory]:
-                do(root.deletion, step)
+            # One after the other: an upload that ends meanwhile looks at the local step, too.
+            done = [do(root.deletion, step) for root in self._roots if root.has(step)]
+            if not done:
+                do(self._directory.deletion, step)
 
         self._lead(what, in_all)
         self._on_own_disk(step, do)

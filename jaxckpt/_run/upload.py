@@ -99,7 +99,9 @@ def upload(
         )
     path = target.path(step)
     if target.is_committed(step):
-        return already_there(found, record, target, step)
+        there = already_there(found, record, target, step)
+        _pin(found, target, step)
+        return there
     contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
     work = commit_of(target.storage, path).work(token := upload_token(found))
@@ -145,6 +147,7 @@ def upload(
         linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
+        _pin(found, target, step)
         copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
@@ -217,6 +220,12 @@ def already_there(found: Found, record: Record, target: StepIndex, step: int) ->
     if there.origin != found.origin:
         raise StepExists(f"{there.path} exists, and is no copy of {found.path}. Nothing was sent.")
     return Uploaded(step, there.path, 0, sum(facts.size for facts in record.files.values()))
+
+
+def _pin(found: Found, target: StepIndex, step: int) -> None:
+    """Pins the copy of a step that was pinned before it was there."""
+    if found.storage.kind(f"{found.path}/{names.PINNED}") is not None:
+        target.storage.write(f"{target.path(step)}/{names.PINNED}", b"")
 
 
 def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:

@@ -589,6 +589,22 @@ def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
         assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
 
 
+def test_a_step_pinned_before_its_upload_stays_in_both_places(tmp_path, local):
+    last, goes_on = KeepPolicy(last=1), threading.Event()
+
+    def before(verb, path):
+        assert verb != "rename" or goes_on.wait(60)
+
+    run = watched(tmp_path / "run", before)
+    with CheckpointManager(run, local=LocalTier(local, keep=last), keep=last) as manager:
+        manager.save(1, state(1)).result()
+        manager.pin(1)
+        goes_on.set()
+        manager.save(2, state(2)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+
+
 def test_an_item_deleted_in_one_place_before_a_crash_is_deleted_in_the_other(tmp_path, local):
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         manager.save(1, state(1), items={"more": {"a": np.arange(3)}}).durable()
