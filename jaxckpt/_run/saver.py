@@ -333,7 +333,8 @@ class Saver:
     def _choose_root(self, tiers: Tiers, given: Given, name: str) -> tuple[Root, Upload | None]:
         """Returns where to save a step, and its upload from there if it goes to the directory."""
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
-        root = tiers.choose_root(sum(item.size_bytes for item in given.taken) + under_way, name)
+        size_bytes = sum(item.size_bytes for item in given.taken) + under_way
+        root = tiers.choose_root(size_bytes, name, self.position.floor)
         if root is not self._root:
             tiers.sender.newest_direct = given.step
         return root, tiers.uploader.expect(given.step) if self._is_durable else None

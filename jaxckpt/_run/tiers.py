@@ -98,26 +98,27 @@ class Tiers:
         decided = lead(self.sender.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 
-    def choose_root(self, size_bytes: int, name: str) -> Root:
+    def choose_root(self, size_bytes: int, name: str, floor: int | None) -> Root:
         """Returns where to save, alike in all processes: locally, while the disk has room.
 
         Args:
             size_bytes: Of this process's share.
             name: Of the save.
+            floor: The newest step that all processes are known to have committed.
         """
         group, where = self.local.group, self.local.index.root
         with group.leading(f"{name}/place", any, where=where, timeout_s=self.timeout_s) as led:
             if group.leads:
-                led.value = self._is_full(size_bytes * group.mates.count)
+                led.value = self._is_full(size_bytes * group.mates.count, floor)
         return self.directory if led.value else self.local
 
-    def _is_full(self, size_bytes: int) -> bool:
+    def _is_full(self, size_bytes: int, floor: int | None) -> bool:
         """Returns whether the disk is full although older local steps were deleted."""
         index = self.local.index
         if self._has_room(size_bytes):
             return False
         self.uploader.give_way()
-        stay = {*self.uploader.steps(), self._newest_unless_durable()}
+        stay = {*self.uploader.steps(), *self._newest_unless_durable(floor)}
         there = {*index.steps(), *index.astray}
         index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))
         if self._has_room(size_bytes):
@@ -126,11 +127,13 @@ class Tiers:
         index.report(f"{index.root}: the disk is full, so steps are saved in the directory itself")
         return True
 
-    def _newest_unless_durable(self) -> int | None:
-        newest, sent = self.local.index.newest(), self.sender.newest
-        if newest is None or sent is None or newest > sent:
-            return newest
-        return None if self.sender.processes.index == 0 or self._is_durable(sent) else newest
+    def _newest_unless_durable(self, floor: int | None) -> list[int]:
+        """Returns the newest step, and later ones, which other processes may lack."""
+        steps, sent = self.local.index.steps(), self.sender.newest
+        newest = [n for n in steps if self.local.counts(n, floor)][-1:]
+        if newest and sent is not None and newest[0] <= sent:
+            newest = [] if self.sender.processes.index == 0 or self._is_durable(sent) else newest
+        return [*newest, *(n for n in steps if not self.local.counts(n, floor))]
 
     def _is_durable(self, step: int) -> bool:
         """Returns whether process 0 is known to have committed a step in the directory."""

@@ -702,6 +702,33 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
     assert simulate(2, run) == [[True, False]] * 2
 
 
+def test_a_full_disk_keeps_the_newest_step_of_all_disks(tmp_path, monkeypatch):
+    """Not only a newer one that another process could not commit."""
+    failing, full = Failing("nothing", "/host0/"), []
+    free_bytes = lambda path: 0 if any(host in path for host in full) else None  # noqa: E731
+    monkeypatch.setattr("jaxckpt._run.tiers.free_bytes", free_bytes)
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, failing, every=10, **LOCAL) as manager:
+            for step in (10, 11, 12):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+            processes.barrier("saved", timeout_s=30)
+            failing.of_path = (names.RECORD, "/host0/")
+            with pytest.raises((SaveFailed, ProcessesDisagree)):
+                manager.save(13, {"a": 13}).result()
+            processes.barrier("failed", timeout_s=30)
+            failing.of_path = ("nothing", "/host0/")
+            full.append("host1")
+            processes.barrier("full", timeout_s=30)
+            handle = manager.save(14, {"a": 14})
+            found = manager.tiers["local"]
+            handle.result()
+            return found
+
+    assert simulate(2, run) == [[10, 11, 12], [12, 13]]
+
+
 class Slow(_Relay):
     """A place that waits with the first write of a file until `goes_on` is set."""
 
