@@ -52,6 +52,7 @@ from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Group, Json, current, lead, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
+_Reading = StateReading | ItemsReading
 _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 
@@ -404,7 +405,7 @@ class CheckpointManager:
         start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
         found = self._resume.first_whole(step, reading.of, fallback=fallback)
-        return self._go_on(found, reading, start_s)
+        return self._go_on(found, reading, start_s, goes_on=step == "latest")
 
     def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
         check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
@@ -419,12 +420,9 @@ class CheckpointManager:
         return StateReading(self._processes, self._item, like, objects, request)
 
     def _go_on(
-        self,
-        found: tuple[int, int, Any],
-        reading: StateReading | ItemsReading,
-        start_s: float,
+        self, found: tuple[int, int, Any], reading: _Reading, start_s: float, *, goes_on: bool
     ) -> Any:  # any pytree, or items by name
-        """Sets the states of objects, and continues from the step that was read."""
+        """Sets the states of objects, and continues from the step that was read, if wanted."""
         first, self.restored_step, state = found
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
@@ -435,7 +433,9 @@ class CheckpointManager:
             restore_s = time.monotonic() - start_s
             self._saver.due.record(restore_s=restore_s)
             self._saver.ledger.restored(self.restored_step, restore_s)
-        if self.mode == "w" and self.restored_step != first:
+        if self.mode == "w" and self.restored_step != first and not goes_on:
+            self._go_back()  # some may have been set aside
+        elif self.mode == "w" and self.restored_step != first:
             newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
@@ -481,7 +481,7 @@ class CheckpointManager:
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
             return init(), 0
-        return self._go_on(found, reading, start_s), found[1]
+        return self._go_on(found, reading, start_s, goes_on=True), found[1]
 
     def restore_items(
         self,
@@ -511,7 +511,7 @@ class CheckpointManager:
         )
         start_s = time.monotonic()
         found = self._resume.first_whole(step, reading.of, fallback=fallback)
-        return self._go_on(found, reading, start_s)
+        return self._go_on(found, reading, start_s, goes_on=step == "latest")
 
     # --- listing steps ---------------------------------------------------------------------------
 
@@ -623,7 +623,8 @@ class CheckpointManager:
         """Continues, alike in all processes, from the newest step that is left."""
         newest = self._lead("newest", partial(newest_of, self._roots))
         if (local := self._roots[0]).group.part is not None:
-            found = judge_steps(local, newest_whole, timeout_s=self.timeout_s)["newest"]
+            judge = partial(newest_whole, most=self._saver.position.floor)
+            found = judge_steps(local, judge, timeout_s=self.timeout_s)["newest"]
             newest = max((n for n in (newest, found) if n is not None), default=None)
         self._saver.went_back(newest, good=newest)
 

@@ -336,10 +336,14 @@ def open_roots(
     )
 
 
-def newest_whole(disks: Disks, *_: Any) -> dict[str, Any]:
-    """Returns what all know of their disks: the newest step that all have. Each is taken over."""
+def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> dict[str, Any]:
+    """Returns what all know of their disks: the newest step that all have. Each is taken over.
+
+    Args:
+        most: The newest step that counts.
+    """
     whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
-    return {"newest": next(whole, None)}
+    return {"newest": next((n for n in whole if most is None or n <= most), None)}
 
 
 def judge_steps(

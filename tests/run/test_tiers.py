@@ -617,6 +617,25 @@ def test_an_item_deleted_in_one_place_before_a_crash_is_deleted_in_the_other(tmp
             manager.delete(1, item="more")
 
 
+def test_a_look_at_the_best_step_takes_no_newer_step_along(tmp_path, local):
+    """If the best is damaged, the next best is restored. The run does not go on from there."""
+    tier = LocalTier(local, save=SavePolicy(), keep=KeepPolicy(last=9))
+    best = KeepPolicy(best=1, metric="loss")
+    with CheckpointManager(
+        tmp_path / "run", local=tier, keep=best, save=SavePolicy(every_steps=10)
+    ) as manager:
+        for step, loss in ((10, 0.5), (11, 0.1), (12, 0.2), (13, 0.3), (14, 0.4)):
+            manager.save(step, state(step), metrics={"loss": loss}).result()
+        manager.wait_until_finished()
+        damage(local / "11")
+        manager.restore(step="best")
+        assert manager.restored_step == 12
+        manager.save(15, state(15))
+        manager.wait_until_finished()
+
+        assert manager.tiers["local"] == [10, 12, 13, 14, 15]
+
+
 def test_the_best_step_counts_wherever_it_is(tmp_path, local):
     best = KeepPolicy(best=1, metric="loss")
     tier = LocalTier(local, keep=KeepPolicy(last=1))
