@@ -36,7 +36,7 @@ class Upload:
     path: str  # there
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
     since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
-    token: str = ""  # of the attempts, once read; the record may be lost later
+    token: str = ""  # of the attempts, as last read; the record may be lost later
     parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
     caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
@@ -90,16 +90,17 @@ class Sender:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
         with contextlib.suppress(CheckpointError, OSError):
             begun = has_begun(self.target.index.storage, *self._attempt_of(one))
-            return begun and self._has_its_part(one.step)
+            return begun and self._has_its_part(one)
         return False
 
-    def _has_its_part(self, step: int) -> bool:
+    def _has_its_part(self, one: Upload) -> bool:
         """Returns whether this process may send what its disk has, which others may have saved."""
         if (mine := self.source.group.part) is None:
             return True
-        part = mine
+        part, source = mine, self.source.index
+        self.token_of(one)
         with contextlib.suppress(CheckpointError):  # raised when it is sent
-            part = find(self.source.index.storage, self.source.index.path(step)).part or mine
+            part = find(source.storage, source.path(one.step)).part or mine
         # Process 0 commits, and nobody else: one process has the right to write to the directory.
         return part[1] == mine[1] and (part[0] == 0) == (mine[0] == 0)
 
@@ -117,7 +118,7 @@ class Sender:
         """
         source, step = self.source.index, one.step
         if self.processes.index == 0:
-            if not self._has_its_part(step):
+            if not self._has_its_part(one):
                 raise SaveFailed(
                     f"{source.path(step)} was saved by other processes than those of this job. To "
                     "upload it, on each host, last where process 0 was then: jaxckpt upload "
@@ -151,9 +152,17 @@ class Sender:
         return self.target.index.path(one.step), self._read_token(one)
 
     def _read_token(self, one: Upload) -> str:
-        source = self.source.index
-        one.token = one.token or upload_token(find(source.storage, source.path(one.step)))
-        return one.token
+        """Returns the token of the step as it is now, which may have been saved again."""
+        source, token = self.source.index, one.token
+        try:
+            token = upload_token(find(source.storage, source.path(one.step)))
+        except (CheckpointError, OSError):
+            if not token:
+                raise
+        if token != one.token:
+            one.parts.clear()
+        one.token = token
+        return token
 
     def _upload(self, one: Upload) -> Uploaded:
         return upload(

@@ -46,7 +46,7 @@ class Uploader:
         self._processes, self._leads = sender.processes, sender.processes.index == 0
         # Those that have parts of a step, of which process 0 decides when they are sent.
         self._senders: Processes = sender.source.group.leaders
-        self._taken: set[int] = set()  # steps whose upload has begun here
+        self._taken = set[tuple[int, str]]()  # steps, with tokens, whose upload has begun here
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # guards all below
         self._changed = threading.Condition(self._lock)
@@ -101,9 +101,9 @@ class Uploader:
             return
         steps = dict(attempts)
         with self._lock:
-            self._taken.intersection_update(steps)
+            self._taken.intersection_update(steps.items())
             left = {one.step: one for one in self._waiting}
-            new = [step for step in steps if step not in self._taken]
+            new = [step for step, token in steps.items() if (step, token) not in self._taken]
             self._waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
             for one in self._waiting:
                 one.token = one.token or steps[one.step]
@@ -132,7 +132,7 @@ class Uploader:
         """Adds a local step that an earlier job did not upload; called in every process."""
         if self._leads:
             self.put(self.expect(step, is_ours=False))
-        self._taken.discard(step)
+        self._taken = {one for one in self._taken if one[0] != step}
         self.follow([(step, ""), *self.attempts()])
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
@@ -255,7 +255,7 @@ class Uploader:
                 if ready in self._waiting:
                     self._current = ready
                     self._waiting.remove(ready)
-                    self._taken.add(ready.step)
+                    self._taken.add((ready.step, ready.token))
                     self.sender.pace.ends.clear()
                     return ready
                 self._changed.wait(look_s)
@@ -272,7 +272,7 @@ class Uploader:
             longer_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             self._pause_s = 0.0 if gave_way else longer_s
             self._current = None
-            self._taken.discard(one.step)
+            self._taken.discard((one.step, one.token))
             self._waiting.append(one)
             self._drop_oldest()
             self._changed.notify_all()

@@ -729,6 +729,37 @@ def test_a_full_disk_keeps_the_newest_step_of_all_disks(tmp_path, monkeypatch):
     assert simulate(2, run) == [[10, 11, 12], [12, 13]]
 
 
+@pytest.mark.parametrize("at", [names.WRITER, names.RECORD])
+def test_a_step_saved_again_before_its_upload_is_uploaded(tmp_path, at):
+    """Each process sends its part of the new save, also one that has sent that of the old."""
+    failing = Failing("nothing", "/run/")
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, failing, durable_timeout_s=20) as manager:
+            manager.save(1, {"a": np.full(70_000, 1)})
+            manager.wait_until_finished()
+            processes.barrier("saved", timeout_s=30)
+            failing.of_path = (at, "/run/")
+            manager.save(2, {"a": np.full(70_000, 2)})
+            manager._saver.wait_for_all()
+            wait_until(lambda: failing.failed)
+            processes.barrier("failed", timeout_s=30)
+            if processes.index == 0:
+                damage(tmp_path / "host0" / "share_0" / "2")
+            processes.barrier("damaged", timeout_s=30)
+            manager.restore(as_numpy=True)
+            assert manager.restored_step == 1
+            manager.save(2, {"a": np.full(70_000, 3)})
+            manager._saver.wait_for_all()
+            processes.barrier("saved again", timeout_s=30)
+            failing.of_path = ("nothing", "/run/")
+            manager.wait_until_finished()
+
+    simulate(2, run)
+
+    assert jaxckpt.restore(tmp_path / "run" / "2", as_numpy=True)["a"][0] == 3
+
+
 class Slow(_Relay):
     """A place that waits with the first write of a file until `goes_on` is set."""
 
@@ -807,10 +838,12 @@ class Failing(Slow):
     """A place that is full when a file is written, unless that has some text."""
 
     spared = "never"
+    failed = False
 
     def _before(self, verb, path, data=b""):
         is_file = verb in ("write", "create") and all(part in path for part in self.of_path)
         if is_file and self.spared.encode() not in data:
+            self.failed = True
             raise OSError(errno.ENOSPC, "no room", path)
 
 
