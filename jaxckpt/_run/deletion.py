@@ -381,7 +381,8 @@ class Deletion:
     def pin(self, number: int) -> None:
         """Keeps a step regardless of the policy."""
         path = self.index.check_step(number)
-        self.index.storage.write(f"{path}/{names.PINNED}", b"")
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            self.index.storage.write(f"{path}/{names.PINNED}", b"")
         # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
         if not self.leases.is_staying(posixpath.basename(path)):
             self.index.storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may

@@ -664,9 +664,13 @@ class CheckpointManager:
 
         def in_all() -> None:
             # One after the other: an upload that ends meanwhile looks at the local step, too.
-            done = [do(root.deletion, step) for root in self._roots if root.has(step)]
-            if not done:
-                do(self._directory.deletion, step)
+            lacks: list[BaseException] = []
+            for root in self._roots:
+                try:
+                    do(root.deletion, step)
+                except CheckpointNotFound as error:
+                    lacks.append(error)
+            raise_first(lacks[len(self._roots) - 1 :])  # nothing has it
 
         self._lead(what, in_all)
         self._on_own_disk(step, do)

@@ -605,6 +605,20 @@ def test_a_step_pinned_before_its_upload_stays_in_both_places(tmp_path, local):
         assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
 
 
+def test_a_step_that_goes_in_one_place_is_pinned_in_the_other(tmp_path, local):
+    def before(verb, path):
+        if verb == "write" and path.endswith("1/_jaxckpt.pinned"):
+            shutil.rmtree(local / "1")  # as `keep` does
+
+    with CheckpointManager(tmp_path / "run", local=watched(local, before)) as manager:
+        manager.save(1, state(1)).durable()
+        manager.pin(1)
+
+        assert (tmp_path / "run" / "1" / "_jaxckpt.pinned").exists()
+        with pytest.raises(CheckpointNotFound, match="no committed step 2"):
+            manager.pin(2)
+
+
 def test_an_item_deleted_in_one_place_before_a_crash_is_deleted_in_the_other(tmp_path, local):
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         manager.save(1, state(1), items={"more": {"a": np.arange(3)}}).durable()
