@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxckpt.format.step import Life, Starts
+from jaxckpt.format.step import MAX_STARTS, Life, Starts
 
 
 class Copy(NamedTuple):
@@ -95,15 +95,23 @@ class Saved(NamedTuple):
         """
         if not self.starts:
             return True
-        names = [start for start, _ in later.starts]
-        after = names.index(self.start) + 1 if self.start in names else 0
+        names = later._names()
+        cut = int(len(names) >= MAX_STARTS)  # the starts after the first
+        after = names.index(self.start) + 1 if self.start in names else cut
         return all(step is not None and self.step <= step for _, step in later.starts[after:])
 
     def is_newer(self, other: Saved) -> bool:
         """Returns whether the run was here after `other`; False if neither is known to be later."""
         if self.start == other.start or not self.starts or not other.starts:
             return self.step > other.step
-        return other.start in [start for start, _ in self.starts]
+        if other.start in self._names() or self.start in other._names():
+            return other.start in self._names()
+        # The start of the other may be one that is cut here.
+        is_cut = len(self.starts) >= MAX_STARTS and self.starts[0] == other.starts[0]
+        return is_cut and other.led_to(self)
+
+    def _names(self) -> list[str]:
+        return [start for start, _ in self.starts]
 
 
 def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:

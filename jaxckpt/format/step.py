@@ -162,11 +162,13 @@ class Life:
     """
 
     run: str  # the id of the run
-    starts: Starts = ()  # the last start saved the step; if there are many, the oldest are cut
+    # The last start saved the step. If there are MAX_STARTS, those after the first may be cut.
+    starts: Starts = ()
 
     def begun(self, start: str, step: int | None) -> Life:
         """Returns the life that begins with a further start, from `step` or anew."""
-        return Life(run=self.run, starts=(*self.starts, (start, step))[-MAX_STARTS:])
+        starts = (*self.starts, (start, step))
+        return Life(run=self.run, starts=(*starts[:1], *starts[1:][-(MAX_STARTS - 1) :]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -454,6 +454,39 @@ def test_lineage_is_what_walking_back_finds(saved, data):
         assert a.led_to(b) == came_from(a, b, saved)
 
 
+def chain(count, *, life=None, of="start"):
+    """Steps 0, 1, ... of a run whose job started anew before each."""
+    saved, life = [], life or step_format.Life(run="")
+    for n in range(count):
+        before = saved[-1].step if saved else None
+        life = life.begun(f"{of} {n}", before)
+        saved.append(Saved(n, life.starts))
+    return saved
+
+
+def test_a_run_of_many_starts_goes_on_from_its_newest_step():
+    """However many starts ago the last upload was, the local steps came after it."""
+    saved = chain(3 * step_format.MAX_STARTS)
+    *_, before, last = saved
+
+    assert len(last.starts) == step_format.MAX_STARTS
+    for durable in saved:
+        assert astray([before, last], durable) == []
+        assert durable.led_to(last)
+        assert last.led_to(durable) == (durable == last)
+
+
+def test_many_starts_hide_no_other_life():
+    """What the run did elsewhere since wins over a disk that comes back, as after few starts."""
+    saved = chain(2 * step_format.MAX_STARTS)
+    last, from_step = saved[-1], saved[-5]
+    life = step_format.Life(run="", starts=from_step.starts).begun("elsewhere", from_step.step)
+
+    assert astray([last], Saved(from_step.step + 1, life.starts)) == [last.step]
+    assert astray([last], chain(2, of="anew")[-1]) == [last.step]
+    assert astray([from_step], Saved(from_step.step + 1, life.starts)) == []
+
+
 @given(histories(), st.data())
 def test_no_step_is_left_from_which_the_run_went_on(saved, data):
     """What stays on a disk is of one life: each step led to the newest, or the durable one did."""
