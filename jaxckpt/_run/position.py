@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, final
 
+from jaxckpt._run.copies import Saved
 from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
-from jaxckpt.errors import CheckpointError, StepExists
+from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
 
@@ -99,6 +99,8 @@ class Position:
         if good != self.floor:
             self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
+        lives = self.roots[0].lives  # the steps that are gone may be saved again
+        self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
 
     def life(self, name: str) -> Callable[[], Life]:
         """Returns a function that reads the life of the steps being saved.
@@ -112,10 +114,25 @@ class Position:
 
     def _begin(self, start: str, step: int | None) -> Life:
         """Returns the life that goes on from a step, or anew."""
-        before = Life(run=self.opened.run)
-        for index in [root.index for root in self.roots if step not in (None, *root.index.astray)]:
-            with suppress(CheckpointError, OSError):
-                if (saved := index.saved(step or 0)).run == self.opened.run:
-                    before = Life(run=self.opened.run, starts=saved.starts)
-                    break
-        return before.begun(start, step)
+        saved = None
+        if step is not None:
+            saved = self.roots[0].lives.get(step) or self._saved(step)
+        starts = saved.starts if saved is not None and saved.run == self.opened.run else ()
+        return Life(run=self.opened.run, starts=starts).begun(start, step)
+
+    def _saved(self, step: int) -> Saved | None:
+        """Reads how the run got to a step, if that is recorded.
+
+        Raises:
+            OSError: it cannot be read now; without it, later steps would look like an earlier life.
+        """
+        problem = None
+        for index in [root.index for root in self.roots if step not in root.index.astray]:
+            try:
+                if (saved := index.saved(step)).run == self.opened.run:
+                    return saved
+            except (CheckpointError, OSError) as error:
+                problem = error if is_io_failure(error) else problem
+        if problem is not None:
+            raise problem
+        return None

@@ -21,7 +21,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
+from jaxckpt._run.copies import Copy, Disks, Saved, newest_first, over_disks
 from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
@@ -350,6 +350,8 @@ class Resume:
         found: Found | None = None,
     ) -> None:
         """Checks a step before it is found, or that it is not marked."""
+        if found is not None and found.record is not None:
+            self.roots[0].lives[step] = Saved.of(step, found.record.life)
         if found is None:
             index.check_there(step)
             if not there:

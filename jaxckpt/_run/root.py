@@ -55,6 +55,7 @@ class Root:
     keep: KeepPolicy
     group: Group  # of the processes that have it; each its own, on the disk of a host
     peers: Peers = field(default_factory=Peers)
+    lives: dict[int, Saved] = field(default_factory=dict)  # of steps read here or elsewhere
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import step as step_format
@@ -21,6 +21,7 @@ from tests.commandline import cli, said_json
 from tests.run.test_tiers import store  # noqa: F401  # a fixture
 
 LAST = KeepPolicy(last=2)
+EACH = SavePolicy(every_steps=1)
 
 
 @pytest.fixture
@@ -338,6 +339,34 @@ def test_a_restart_that_goes_back_begins_a_life(tmp_path, train):
 
     with CheckpointManager(tmp_path / "A", local=tmp_path / "old disk") as manager:
         assert manager.restore()["of"] == "again"
+
+
+def test_steps_saved_while_the_directory_is_away_are_of_the_run(tmp_path, train, store):  # noqa: F811
+    """A new host restores from there, then it is away: its local steps go on from that step."""
+    train("run", [1])
+    policies = {"save": SavePolicy(every_steps=9), "local": LocalTier(tmp_path / "new", save=EACH)}
+    with CheckpointManager(tmp_path / "run", **policies) as manager:
+        assert manager.restore()["of"] == "run 1"
+        store.away = OSError(errno.EIO, "away")
+        manager.save(2, {"of": "new 2"}).result()
+        store.away = None
+
+    assert lives(tmp_path / "new", 2)[0] == lives(tmp_path / "run", 1)[0]
+    assert train("run", [3], local="new")["from"] == "new 2"
+
+
+def test_no_step_is_saved_as_one_of_no_life(tmp_path, train, store):  # noqa: F811
+    """Nothing tells how the run got to the step before, so a later start would not count on it."""
+    train("run", [1])
+    policies = {"save": SavePolicy(every_steps=9), "local": LocalTier(tmp_path / "new", save=EACH)}
+    with CheckpointManager(tmp_path / "run", **policies) as manager:
+        store.away = OSError(errno.EIO, "away")
+        with pytest.raises(SaveFailed, match="away"):
+            manager.save(2, {"of": "new 2"}).result()
+        store.away = None
+        manager.save(3, {"of": "new 3"}).result()
+
+    assert train("run", [4], local="new")["from"] == "new 3"
 
 
 def test_the_list_of_starts_is_bounded(tmp_path):
