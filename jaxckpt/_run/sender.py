@@ -138,6 +138,8 @@ class Sender:
         if self.processes.index == 0:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
             _logger.info("uploaded %s: %s", done.path, sent)
+            if step in source.unknown:  # a policy must not take it for a step without metrics
+                info = self.target.index.info(step)
             self.target.committed(info, stay=stay)
 
     def refuse(self, one: Upload, error: Exception) -> None:

@@ -678,6 +678,25 @@ def test_the_best_step_counts_if_a_later_job_uploads_it(tmp_path, local):
         assert manager.tiers["durable"] == [3, 4]
 
 
+def test_the_best_step_counts_if_its_local_copy_fails_after_the_upload(tmp_path, local):
+    """The metrics are those of the uploaded step then."""
+
+    def before(verb, path):
+        if path == f"{local}/1" and (tmp_path / "run" / "1").exists():
+            raise OSError(errno.EIO, "bad disk", path)
+
+    with CheckpointManager(local) as manager:
+        manager.save(1, state(1), metrics={"loss": 1.0})
+    tier = LocalTier(watched(local, before), keep=KeepPolicy(last=1))
+    keep = KeepPolicy(last=1, best=1, metric="loss")
+    with CheckpointManager(tmp_path / "run", local=tier, keep=keep) as manager:
+        manager.wait_until_finished()
+        manager.save(2, state(2), metrics={"loss": 2.0}).durable()
+        manager.wait_until_finished()
+        assert any("the facts about step 1 cannot be read" in text for text in manager.problems)
+        assert manager.tiers["durable"] == [1, 2]
+
+
 def test_heal_mends_by_hand(tmp_path, local):
     """Every step that a verified copy can mend; the exit code says whether some are left."""
     with CheckpointManager(tmp_path / "run", local=LocalTier(local, keep=KeepPolicy())) as manager:
