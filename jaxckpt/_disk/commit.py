@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple, final
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, StoreError
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
-from jaxckpt.storage import Entry, Hold, Storage, beside, listing, together
+from jaxckpt.storage import Entry, Hold, Storage, beside, is_temporary_file, listing, together
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -248,7 +248,7 @@ class MarkerCommit:
             else:
                 if files:
                     warn(self.path, _REMAINS)
-                self._delete_all(token)
+                self._delete_left([file for file in files if token is None or token not in file])
 
     @contextlib.contextmanager
     def _taken(self, *, by_force: bool) -> Iterator[bool]:
@@ -302,9 +302,7 @@ class MarkerCommit:
                 return False
             if not self._is_marked():  # else committed meanwhile
                 warn(self.path, _REMAINS)
-                self._delete_in_order([file for file in files if file != names.WRITER])
-            if self.storage.files(self.path).keys() <= {names.WRITER}:
-                self.storage.delete(self.path)  # also unfinished files
+                self._delete_left(files)
             else:
                 self._delete([names.WRITER])
         return True
@@ -354,11 +352,12 @@ class MarkerCommit:
 
     def abort(self, token: str, *, published: bool) -> None:
         """Removes the files of an attempt, whose `publish` may have raised."""
+        files = [*self.storage.files(self.path)]  # before the look whose they are
         if read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
             return
         marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         if marker is None:
-            self._delete_all()
+            self._delete_left(files)
             return
         if token not in marker:  # somebody committed before this writer claimed the directory
             self.discard(token)
@@ -417,7 +416,7 @@ class MarkerCommit:
 
     def remove_work(self) -> None:
         """Removes the temporary directory of another writer, who can then no longer commit."""
-        self._delete_all()
+        self._delete_left([*self.storage.files(self.path)])
 
     def set_aside(
         self, aside: str, *, check: Check, doomed: contextlib.AbstractContextManager[object]
@@ -450,19 +449,18 @@ class MarkerCommit:
         """Returns whether a directory that is not committed may be a save under way."""
         return names.COMMIT_MARKER not in self.storage.entries(self.path)
 
-    def _delete_all(self, token: str | None = None) -> None:
-        """Deletes everything; or all but the files with a token in their paths."""
-        files = self.storage.files(self.path)
-        if token is not None:
-            self._delete_in_order([file for file in files if token not in file])
-        else:
-            self._delete_in_order([file for file in files if file != names.WRITER])
-            self.storage.delete(self.path)  # the lock comes last, with unfinished files
+    def _delete_left(self, files: Sequence[str]) -> None:
+        """Deletes remains that were listed before they were known to be nobody's.
 
-    def _delete_in_order(self, files: Sequence[str]) -> None:
+        What another writer has written since stays, unless it has the name of one of them.
+        """
         self._delete([file for file in files if file not in _OURS])
-        for file in _OURS:
-            self._delete([file] if file in files else [])
+        self._delete([names.RECORD] if names.RECORD in files else [])
+        left = listing(self.storage, self.path) or {}
+        unfinished = [name for name in left if is_temporary_file(name)]
+        self._delete([*unfinished, names.WRITER])
+        if not self.storage.parallel_writes and not self.storage.files(self.path):
+            self.storage.delete(self.path)  # a mounted bucket has directories
 
     def _delete(self, files: Sequence[str]) -> None:
         self.storage.delete_files([f"{self.path}/{file}" for file in files])

@@ -207,7 +207,12 @@ class Transaction:
         for path, entry in there.items():
             if entry.kind != "file":
                 storage.size(f"{self.work}/{path}")  # raises an error that names it
-        facts = {path: FileFacts(size=entry.size) for path, entry in there.items()}
+        facts = {
+            path: FileFacts(size=entry.size)
+            for path, entry in there.items()
+            # Another attempt, which goes on though it has lost the directory, may remove its files.
+            if path in known or self.token in path or not names.is_of_attempt(path)
+        }
         for path, (least, sha256) in ((path, (f.size, f.sha256)) for path, f in known.items()):
             size = facts[path].size if path in facts else 0
             size = self._size_of(path, least) if size < least else size

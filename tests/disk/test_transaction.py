@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -10,6 +11,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage
-from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
+from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 
 # Beside the checkpoint `a` and nobody's to remove: one is what Orbax calls a save under way.
@@ -343,6 +345,60 @@ def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
             break
     assert at > 12
     assert told == {1, 2}
+
+
+@pytest.mark.parametrize("removes", ["what it wrote", "what another left"])
+def test_a_save_that_stalls_removes_no_save_of_another(removes):
+    """It stalls at any call, and its lease lapses; metadata files, which all name alike, are not
+    among what it removes: RELIABILITY.md says so.
+    """
+
+    def fail(verb, path):
+        if removes == "what it wrote" and verb == "write" and names.is_data_file(path):
+            raise OSError(errno.EIO, "refused", path)
+
+    for at in itertools.count():
+        world, acknowledged = World(MemoryStorage(), f"memory://{uuid.uuid4()}"), []
+        if removes == "what another left":
+            with contextlib.suppress(SimulatedCrash):
+                world.save(CrashingStorage(world.storage, 4), 3)
+
+        def save(storage, seed, world=world, acknowledged=acknowledged):
+            job = world.job(storage, seed)
+            job.queue()
+            job._before = None  # as in another process, which does not wait for it
+            with contextlib.suppress(jaxckpt.CheckpointError):
+                job.run()
+                acknowledged.append(seed)
+
+        meanwhile = partial(save, world.storage, 2)
+        storage = Stalling(WatchedStorage(world.storage, fail), at, meanwhile, lapses=True)
+        storage.parallel_writes = True  # as in a store: there are no directories to remove
+        save(storage, 1)
+
+        assert len(acknowledged) <= 1, (at, acknowledged)
+        assert world.seed() in (acknowledged or [None]), (at, acknowledged)
+        if not storage.done:
+            break
+    assert at > 12
+
+
+def test_files_of_an_attempt_that_lost_the_directory_are_no_part_of_a_checkpoint():
+    """A process of it writes one late, and process 0, which has not begun yet, removes it."""
+    world, token = World(MemoryStorage(), f"memory://{uuid.uuid4()}"), "0123456789abcdef"
+    late = f"{world.path}/state/{names.new_data_file(token)}"
+
+    def write_late(verb, path):
+        if path == f"{world.path}/{names.CHECKPOINT_METADATA}":
+            world.storage.write(late, b"late")
+
+    world.save(WatchedStorage(world.storage, write_late), 2)
+    assert world.storage.kind(late) == "file"
+    assert world.seed() == 2
+    commit_of(world.storage, world.path).discard(token)
+
+    assert world.storage.kind(late) is None
+    assert world.seed() == 2
 
 
 def test_an_abort_frees_the_lock_and_the_name(new_world):
