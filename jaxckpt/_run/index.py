@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, Final, Literal, TypeVar
 
 from jaxckpt._disk.commit import commit_of
@@ -139,6 +140,8 @@ class StepIndex:
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _views: dict[str, Storage] = field(default_factory=dict)
     _all: Storage | None = None  # a view of it, instead of views of steps
+    _order: Iterator[int] = field(default_factory=count)  # in which views of it are asked for
+    _latest: int = -1  # in this order, the view that there is
 
     # --- problems ----------------------------------------------------------------------------
 
@@ -163,9 +166,12 @@ class StepIndex:
 
     def entries(self) -> dict[str, Entry]:
         """Lists the root; empty if it does not exist. In a store, a small run is listed whole."""
-        self._all = None if self.is_large else whole(self.storage, self.root)
+        asked = next(self._order)
+        view = None if self.is_large else whole(self.storage, self.root)
+        if asked > self._latest:  # else another thread asked later, and has its answer
+            self._all, self._latest = view, asked
         try:
-            return (self._all or self.storage).entries(self.root)
+            return (view or self.storage).entries(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 

@@ -1414,6 +1414,34 @@ def test_a_step_that_was_pinned_stays(disk):
     interleavings(disk, actions, check, some=400)
 
 
+def test_a_list_of_a_store_that_comes_late_hides_no_pin():
+    """Another thread asked for it earlier; a deletion has listed the run since."""
+    listed, answer = threading.Event(), threading.Event()
+
+    class Store(MemoryStorage):
+        parallel_writes = True
+
+        def files(self, path, *, in_one=False):
+            found = super().files(path)
+            if threading.current_thread() is late:
+                listed.set()
+                assert answer.wait(30)
+            return found
+
+    world = World(MemoryStorage(), f"/{uuid.uuid4()}")
+    world.add("1")
+    index = world.run(Store(), naming=StepNames()).index
+    late = threading.Thread(target=index.entries)
+    late.start()
+    assert listed.wait(30)
+    world.write(f"1/{names.PINNED}")
+    index.entries()
+    answer.set()
+    late.join(30)
+
+    assert names.PINNED in index.files("1")
+
+
 def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
     """Also while a writer, that does not know of the lease yet, has named it as doomed."""
     disk.add("1", "2")
