@@ -133,7 +133,7 @@ def upload(
             lacks = part.take(target.storage, parts, sending.pace.rest, wait_s)
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
-            sending.clear(known)
+            sending.clear(known, partial(attempt.protocol.check, attempt.token, fence))
             about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
             about["differences"] = record.differences
             attempt.commit(files, known=known, **about)
@@ -272,9 +272,14 @@ class Sending:
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
-    def clear(self, keep: Iterable[str]) -> None:
-        """Deletes files of an upload that died in its commit, but not those to keep."""
-        stray = sorted(self._there.difference(keep))
+    def clear(self, keep: Iterable[str], check: Callable[[], object]) -> None:
+        """Deletes files of an upload that died in its commit, but not those to keep.
+
+        Args:
+            check: Raises if another job has gone on with the upload: the files may be in a step.
+        """
+        if stray := sorted(self._there.difference(keep)):
+            check()
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
 
     def _find_shared(self, sizes: Mapping[str, int]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
+import uuid
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +17,18 @@ import pytest
 import jaxckpt
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+)
 from jaxckpt.format import names, ocdbt
-from jaxckpt.storage import _large, locate
+from jaxckpt.storage import MemoryStorage, PathIn, _large, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from tests.commandline import cli, said_json
+from tests.disk.test_transaction import Stalling
 from tests.twins import watched
 from tests.waiting import wait_until
 
@@ -90,6 +100,46 @@ def test_an_upload_goes_on_where_it_was_cut_off(source, target):
     assert done.found_bytes == sent > 4 * SIZE
     assert done.sent_bytes > 0
     assert jaxckpt.verify(f"{target}/3").ok
+
+
+def test_an_upload_that_stalls_at_any_call_harms_no_copy_that_another_job_made(source):
+    """That job has taken over the run and the lease, and committed the copy."""
+    for at in itertools.count():
+        root = f"memory://{uuid.uuid4()}/remote"
+        owner = ["first"]
+
+        def fence(job, owner=owner):
+            if owner != [job]:
+                raise SaveFailed(f"the run is {owner[0]}'s")
+
+        def send_second(root=root, owner=owner, fence=fence):
+            owner[:] = ["second"]
+            with contextlib.suppress(StepExists):
+                index = index_of(root)
+                uploading.upload(index_of(source), index, 1, fence=partial(fence, "second"))
+
+        leave_all_but_the_marker(source, root)
+        storage = Stalling(MemoryStorage(), at, send_second, lapses=True)
+        with contextlib.suppress(CheckpointError):
+            index = index_of(PathIn(storage, root))
+            uploading.upload(index_of(source), index, 1, fence=partial(fence, "first"))
+
+        assert jaxckpt.verify(f"{root}/1").ok, at
+        if not storage.done:
+            break
+    assert at > 20
+
+
+def leave_all_but_the_marker(source, root):
+    """Leaves an upload whose job died just before its last file."""
+
+    def die(verb, path):
+        if path.endswith(f"1/{names.COMMIT_MARKER}") and verb == "create":
+            raise SimulatedCrash
+
+    with pytest.raises(SimulatedCrash):
+        uploading.upload(index_of(source), index_of(watched(root, die)), 1)
+    assert f"1/{names.RECORD}" in locate(root)[0].files(root)
 
 
 def test_each_file_is_read_once(source, target):
