@@ -78,12 +78,13 @@ def lose_with_disk(zygote, root, victim, after):
 
 @pytest.mark.faults_root
 def test_a_host_is_lost_with_its_disk(trial, side_by_side, ram_path):
-    """The newest durable step restores, the host that is left reading its own disk."""
+    """The newest durable step restores, or a later one, if need be from the disk that is left."""
     cases = [(ram_path / f"{victim}-{n}", victim, n) for victim in HOSTS for n in (2, 3, 5)]
     for (_, victim, after), future in side_by_side(lose_with_disk, cases):
         with trial("42", f"host {victim} lost with its disk after step {after}"):
             durable, said = future.result()
             assert [one["start"] >= durable for one in said] == [True, True]
             assert said[0]["start"] == said[1]["start"]
-            assert said[victim]["places"][0].startswith(f"{ram_path}/")
-            assert "/run/" in said[victim]["places"][0]
+            place = said[victim]["places"][0]
+            assert place.startswith(f"{ram_path}/")
+            assert "/run/" in place or "-tmp-" in place  # united from the disk of the other host
