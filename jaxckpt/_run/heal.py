@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.commit import Check, commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted
 from jaxckpt._disk.reader import keys_here
@@ -43,8 +43,11 @@ from jaxckpt.storage._large import pieces
 _BUDGET_BYTES: Final = 256 << 20
 
 
-def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
+def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list[str]:
     """Mends the copy of a step in `bad`; returns the files replaced, by path in the step.
+
+    Args:
+        check: Raises if another job may have saved the step anew; called before each change.
 
     Raises:
         CheckpointError: it cannot be mended; files that were not replaced are unchanged.
@@ -52,7 +55,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     """
     theirs, path = find(good.storage, good.check_step(step)), bad.path(step)
     if bad.missing_file(step) == f"{path}/{names.COMMIT_MARKER}":
-        return _complete(bad, theirs, step)
+        return _complete(bad, theirs, step, check)
     ours = _find(bad.storage, path)
     is_alike = (
         _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
@@ -60,12 +63,13 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     if theirs.record is None or not is_alike or (ours is None and theirs.part):
         raise _different(path, theirs)
     if ours is not None:
-        return _mend(bad, ours, theirs, step)
+        return _mend(bad, ours, theirs, step, check)
+    check()
     record = replace(theirs.record, name=posixpath.basename(path))
     bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
     if bad.missing_file(step) is not None:  # the commit marker
-        return [names.RECORD, *_complete(bad, theirs, step)]
-    return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
+        return [names.RECORD, *_complete(bad, theirs, step, check)]
+    return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step, check)]
 
 
 def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
@@ -73,13 +77,13 @@ def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
     ours, theirs = find(bad.storage, bad.path(step)), find(share.storage, share.check_step(step))
     if ours.origin != theirs.origin:
         raise _different(ours.path, theirs)
-    replaced, problem = _replace_bad(bad, ours, theirs, step)
+    replaced, problem = _replace_bad(bad, ours, theirs, step, int)
     if problem is not None:
         raise problem
     return replaced
 
 
-def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
+def _complete(bad: StepIndex, theirs: Found, step: int, check: Check) -> list[str]:
     """Mends a copy that lost its commit marker: the marker comes last, when all files are good."""
     path, marker = bad.path(step), names.COMMIT_MARKER
     file = f"{path}/{names.RECORD}"
@@ -88,18 +92,19 @@ def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
     known = theirs.recorded(theirs.path)
     if ours.origin != theirs.origin or not record.files.items() <= known.items():
         raise _different(path, theirs)
-    replaced, problem = _replace_bad(bad, ours, theirs, step)
+    replaced, problem = _replace_bad(bad, ours, theirs, step, check)
     if problem is not None:
         raise problem
     data = theirs.storage.read(f"{theirs.path}/{marker}", max_bytes=MAX_RECORD_BYTES)
+    check()
     bad.storage.write(f"{path}/{marker}", data)
     bad.forget(step)
-    return [*replaced, marker, *_mend(bad, find(bad.storage, path), theirs, step)]
+    return [*replaced, marker, *_mend(bad, find(bad.storage, path), theirs, step, check)]
 
 
-def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
+def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int, check: Check) -> list[str]:
     """Replaces bad files until the copy is whole; returns them."""
-    replaced, problem = _replace_bad(bad, ours, theirs, step)
+    replaced, problem = _replace_bad(bad, ours, theirs, step, check)
     while not (report := verify_in(ours.storage, ours.path)).ok:
         named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
         mine = ours.recorded(ours.path).keys() - {*replaced}
@@ -110,6 +115,7 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
         if problem is not None:
             raise problem
         for name in files:
+            check()
             if _put_chunks(ours, theirs, name):
                 _link_to_others(bad, step, name)
         replaced += files
@@ -118,7 +124,7 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
 
 
 def _replace_bad(
-    bad: StepIndex, ours: Found, theirs: Found, step: int
+    bad: StepIndex, ours: Found, theirs: Found, step: int, check: Check
 ) -> tuple[list[str], SaveFailed | None]:
     """Replaces the bad files that are the same in both copies.
 
@@ -138,6 +144,7 @@ def _replace_bad(
         read = partial(source.pieces, file, facts.size)
         if recorded.get(name) != facts or _has_bytes(ours, name, facts.size, read()):
             continue
+        check()
         try:
             _replace(ours, name, read())
         except CorruptCheckpoint as error:

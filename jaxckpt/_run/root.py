@@ -201,7 +201,7 @@ class Root:
         try:
             self.owner.check()
             with self.leases.protect(step):  # against a deletion meanwhile
-                files = heal(self.index, good, step)
+                files = heal(self.index, good, step, self.owner.check)
         except (CheckpointError, OSError) as error:
             self.index.report(f"step {step} in {self.index.root} cannot be mended: {error}")
             return False

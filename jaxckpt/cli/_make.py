@@ -225,7 +225,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
             if report is None or not report.damaged:
                 continue
             try:
-                mended[step] = heal_step(run.index, good, step)
+                mended[step] = heal_step(run.index, good, step, run.owner.check)
             except (CheckpointError, OSError) as error:
                 failed[step] = str(error)
                 files = {p.file for p in report.problems if p.file}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -695,6 +696,31 @@ def test_the_best_step_counts_if_its_local_copy_fails_after_the_upload(tmp_path,
         manager.wait_until_finished()
         assert any("the facts about step 1 cannot be read" in text for text in manager.problems)
         assert manager.tiers["durable"] == [1, 2]
+
+
+def test_a_job_that_has_lost_the_run_mends_no_step_of_the_next(tmp_path, local):
+    """It stands still while it mends; meanwhile the next job saves the step anew."""
+    with CheckpointManager(tmp_path / "next") as manager:
+        manager.save(1, state(2))
+    seen = []
+
+    def before(verb, path):
+        if path.startswith(f"{local}/1/") and (local / "1" / "_jaxckpt.json").exists():
+            if seen[-1:] == ["write"]:  # the first file has just been replaced
+                os.rename(local / "1", local / "gone")
+                shutil.copytree(tmp_path / "next", local, dirs_exist_ok=True)
+            seen.append(verb)
+
+    directory = watched(local, before)
+    with CheckpointManager(tmp_path / "run", local=directory) as manager:
+        manager.save(1, state(1)).durable()
+        metadata = local / "1" / "state" / "_METADATA"
+        metadata.write_bytes(metadata.read_bytes()[::-1])
+        with contextlib.suppress(SaveFailed):
+            manager.restore()
+        assert any("opened for writing by another job" in text for text in manager.problems)
+    assert (local / "gone").exists()
+    assert jaxckpt.verify(local / "1").ok
 
 
 def test_heal_mends_by_hand(tmp_path, local):
