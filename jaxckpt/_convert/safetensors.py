@@ -310,7 +310,7 @@ def import_safetensors(
 
 
 def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
-    if not file.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
+    if not file.endswith(safetensors.SUFFIXES):
         raise ValueError(f"{file} must end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
     headers = read_headers(storage, file)
     places = [(tensor, shard) for shard, header in headers.items() for tensor in header.tensors]

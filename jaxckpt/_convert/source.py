@@ -20,8 +20,9 @@ from jaxckpt._core.cast import cast, is_floating
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
 from jaxckpt._disk.chunks import LeafRead, Values
-from jaxckpt._disk.find import at_rest, open_tree
+from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import check_current
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf

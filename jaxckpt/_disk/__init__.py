@@ -8,7 +8,8 @@ checksums    the checksums of all chunks, in one file
 pace         a limit to the bytes written in a second
 places       the tables of what each process wrote, united into the one database
 read_back    files that steps share, read back and mended
-find         what a path means, and the opening of its items
+find         what a path means
+item         the items of what was found, opened
 found        a checkpoint that was found: its listings, its record, its items
 native       trees that jaxckpt wrote
 foreign      all others

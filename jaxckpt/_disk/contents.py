@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from jaxckpt._disk.checksums import Sums, units_by_key
-from jaxckpt._disk.find import open_item
 from jaxckpt._disk.found import Found, check_sizes
+from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import names

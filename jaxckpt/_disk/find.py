@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path means, and opens its items.
+"""Finds the checkpoint that a path means.
 
 The contents of the path decide how it is read:
 
@@ -21,17 +21,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
-from jaxckpt._core.collector import paused
 from jaxckpt._disk.found import (
     Entries,
     Found,
-    JsonItem,
     array_names,
     check_sizes,
     find_items,
-    find_trees,
     is_current,
     is_item,
     is_sealed,
@@ -45,12 +42,9 @@ from jaxckpt.errors import (
     UnsupportedFormat,
     is_io_failure,
 )
-from jaxckpt.format import jsontext, names, safetensors, step, tree
+from jaxckpt.format import jsontext, names, safetensors, step
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import Storage, ahead, beside, listing, real, together
-
-if TYPE_CHECKING:
-    from jaxckpt._disk.native import Item, Undecoded
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -59,7 +53,6 @@ T = TypeVar("T")
 # How often a read of a checkpoint that keeps being replaced starts again.
 _TRIES: Final = 20
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
-_SAFETENSORS: Final = (safetensors.SUFFIX, safetensors.INDEX_SUFFIX)
 _CHECKPOINT_MARKS: Final = frozenset(
     {
         names.CHECKPOINT_METADATA,
@@ -229,7 +222,7 @@ def find(storage: Storage, path: str) -> Found:
 
 def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     kind = storage.kind(path)
-    if kind == "file" and linked.endswith(_SAFETENSORS):
+    if kind == "file" and linked.endswith(safetensors.SUFFIXES):
         # Not the target of the link: its name may not show the format.
         return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
     if kind == "file" and path.endswith((".npz", ".pt", ".pkl")):
@@ -402,7 +395,7 @@ def _checkpoint_around(storage: Storage, path: str) -> Found | None:
         # Orbax does not make these files durable; the item itself may well be complete.
         return None
     if name == around.deleting:
-        raise _being_deleted(around)
+        raise around.being_deleted()
     return replace(around, items={name: path}) if name in around.items else None
 
 
@@ -495,121 +488,3 @@ def neighbours(storage: Storage, path: str) -> str:
     near = [name for name in storage.entries(parent) if not names.is_temporary(name)]
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
     return f"{parent} contains {shown or 'nothing'}."
-
-
-# --- items -----------------------------------------------------------------------------------
-
-
-def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
-    """Reads everything about an item but its array data; see `read_item`."""
-    return decode_item(read_item(found, name))
-
-
-def read_item(found: Found, name: str | None = None) -> Item | JsonItem | Undecoded:
-    """Reads the metadata of an item, and decodes them unless we may have written them.
-
-    A JSON item is read completely.
-
-    Args:
-        name: If None, the main one by the record, the only tree, `state`, or `default`.
-
-    Raises:
-        CheckpointNotFound: the item does not exist, or `name` is None and there are several.
-        CorruptCheckpoint: a metadata file is missing or damaged; the error names it.
-        UnsupportedFormat: a newer program wrote it.
-    """
-    from jaxckpt._disk import foreign, native, tensors  # numpy; listing steps does without
-
-    name = choose_item(found, name)
-    path = found.items[name]
-    if found.is_file:
-        is_safetensors = path.endswith(_SAFETENSORS)
-        return (tensors.read_item if is_safetensors else foreign.read_flax)(found, name)
-    inside = found.contents(path)
-    if (file := json_name(found, path)) is not None:
-        value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")
-        return JsonItem(found=found, name=name, value=value)
-    found.refuse_holes(path)
-    if names.TREE_METADATA not in inside:
-        if name and not is_item(found, path):
-            handler = found.metadata.handlers.get(name, "")
-            raise UnsupportedFormat(f"{path} has files of a program, which only {handler} reads")
-        return foreign.read_item(found, name)
-    native.check_data_files(found, path)
-    return native.Undecoded(found=found, name=name, data=found.read(path, names.TREE_METADATA))
-
-
-def decode_item(item: Item | JsonItem | Undecoded) -> Item | JsonItem:
-    """Decodes the metadata of a tree, if they are not yet decoded."""
-    from jaxckpt._disk import foreign, native
-
-    if not isinstance(item, native.Undecoded):
-        return item
-    with paused():
-        saved = tree.decode(item.data, file=item.file)
-        # As we write it, `_METADATA` alone describes the arrays.
-        described = all(x.stored is not None or x.kind in _WITHOUT_ARRAY for x in saved.leaves)
-        read = native.read_tree if saved.typed and described else foreign.read_tree
-        return read(item.found, item.name, saved)
-
-
-# The kinds of leaves that are stored without an array; a large int is stored as text.
-_WITHOUT_ARRAY: Final = ("str", "int", "empty", "ellipsis")
-
-
-def open_tree(found: Found, name: str | None = None) -> Item:
-    """Opens an item that must be a tree; UnsupportedFormat if it is JSON."""
-    item = open_item(found, name)
-    if isinstance(item, JsonItem):
-        raise UnsupportedFormat(f"item {item.name!r} of {found.path} is JSON, not a tree")
-    return item
-
-
-def choose_item(found: Found, item: str | None) -> str:
-    """Returns the name of the item to read: the given one, the only tree, `state`, or `default`."""
-    items = found.items
-    if found.deleting is not None and (item == found.deleting or not items):
-        raise _being_deleted(found)
-    if item is not None:
-        if item in found.removed:
-            raise CheckpointNotFound(found.was_removed(item))
-        if item not in items:
-            raise CheckpointNotFound(
-                f"{found.path} has no item {item!r}; its items are {', '.join(items)}"
-            )
-        return item
-    for name in lost_trees(found):
-        file = f"{found.path}/{name}"
-        text = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
-        raise CorruptCheckpoint(text, file=file)
-    if len(items) == 1:
-        return next(iter(items))
-    trees = find_trees(found)
-    if len(trees) == 1:
-        return trees[0]
-    main = names.STATE_ITEM if found.record is None else found.record.item
-    for name in (main, names.STATE_ITEM, names.DEFAULT_ITEM):
-        if name in trees:
-            return name
-    raise CheckpointNotFound(
-        f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
-        "Choose one with `item`."
-    )
-
-
-def lost_trees(found: Found) -> list[str]:
-    """Returns the trees without which a checkpoint is no use: lost, by its metadata."""
-    if found.record is not None:
-        return []
-    there, handlers = {*found.entries(found.path), found.deleting, ""}, found.metadata.handlers
-    left = [kind for name, kind in handlers.items() if name in there]
-    lost = [n for n, kind in handlers.items() if kind != step.JSON_HANDLER and n not in there]
-    return [n for n in lost if n == names.STATE_ITEM or {*left} == {step.JSON_HANDLER}]
-
-
-def _being_deleted(found: Found) -> CheckpointNotFound:
-    return CheckpointNotFound(
-        f"{found.path}: the deletion of item {found.deleting!r} has begun "
-        f"({names.DELETION_RECORD} exists), so part of it may be gone. Other items: "
-        f"{', '.join(found.items) or 'none'}."
-    )

@@ -88,6 +88,14 @@ class Found:
             f"CheckpointManager, or `jaxckpt rm --item {item}`."
         )
 
+    def being_deleted(self) -> CheckpointNotFound:
+        """Returns the error about an item whose deletion has begun."""
+        return CheckpointNotFound(
+            f"{self.path}: the deletion of item {self.deleting!r} has begun "
+            f"({names.DELETION_RECORD} exists), so part of it may be gone. Other items: "
+            f"{', '.join(self.items) or 'none'}."
+        )
+
     def not_here(self, what: str, wanted: Sequence[Wanted]) -> NotHere:
         """Returns the error for a part that another process has saved on its own disk."""
         assert self.part is not None

@@ -16,8 +16,9 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs, check_globs, selector
-from jaxckpt._disk.find import at_rest, open_tree
+from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._inspect.value_stream import (
     BUDGET_BYTES,

@@ -14,8 +14,9 @@ from jaxckpt._core import notebook
 from jaxckpt._core.check import check_type, explained
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk.find import at_rest, decode_item, read_item
+from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found, JsonItem, check_current, while_current
+from jaxckpt._disk.item import decode_item, read_item
 from jaxckpt._disk.native import Item, Undecoded, subtree
 from jaxckpt._inspect import tree_text
 from jaxckpt.errors import CorruptCheckpoint, printable

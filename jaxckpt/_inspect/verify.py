@@ -11,8 +11,9 @@ from jaxckpt._core.box import cut, tile, whole, widened
 from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest, lost_trees, open_item
+from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem, is_item, present_files
+from jaxckpt._disk.item import lost_trees, open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, keys_here, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure

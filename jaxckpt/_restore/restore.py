@@ -39,16 +39,9 @@ from jaxckpt._core.transfer import (
     to_device,
 )
 from jaxckpt._disk.chunks import Buffers, LeafRead
-from jaxckpt._disk.find import (
-    at_rest,
-    marked_as,
-    open_item,
-    read_step,
-    step_path,
-    steps_to_try,
-    warn_skipped,
-)
+from jaxckpt._disk.find import at_rest, marked_as, read_step, step_path, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
+from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
 from jaxckpt._progress.meter import Meter, display

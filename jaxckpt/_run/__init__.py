@@ -9,6 +9,7 @@ Rules, which are pure:
 
 One directory of steps:
 
+    listing      the root, listed: which entries are steps, and what the others are
     index        which steps exist, for managers and commands alike
     root         the directory as a manager opens it, and what goes after a commit
     identity     the id of a run

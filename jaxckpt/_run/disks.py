@@ -17,8 +17,8 @@ import numpy as np
 from jaxckpt._core.box import Box, tile, whole
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import open_item
 from jaxckpt._disk.found import Found, Wanted
+from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table
 from jaxckpt._disk.reader import keys_here, read_leaves

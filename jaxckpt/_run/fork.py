@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from jaxckpt._core.check import explained
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.find import find, open_item
+from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, check_current
+from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.identity import ensure_id

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._run.index import Listing
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.listing import Listing
 from jaxckpt._save.job import is_under_way
 from jaxckpt.format import names
 from jaxckpt.format.run import Doomed, StepNames

@@ -32,7 +32,8 @@ from jaxckpt._run.identity import (
     read_identity,
     with_id,
 )
-from jaxckpt._run.index import StepIndex, check_root, newest_saved, shown
+from jaxckpt._run.index import StepIndex, newest_saved
+from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.reach import Reach
 from jaxckpt._run.shares import machine, origin_in, share_on_disk
 from jaxckpt.errors import SaveFailed

@@ -16,17 +16,9 @@ from typing import Any, Final
 from jaxckpt._disk.find import find, read_found
 from jaxckpt._disk.found import Found
 from jaxckpt._run.identity import identities_in, read_identity, with_id
-from jaxckpt._run.index import (
-    LISTINGS,
-    Listing,
-    StepIndex,
-    at_once,
-    existing_root,
-    metrics_of,
-    saved_s,
-    shown,
-)
+from jaxckpt._run.index import LISTINGS, StepIndex, at_once, metrics_of, saved_s
 from jaxckpt._run.ledger import read_ledger
+from jaxckpt._run.listing import Listing, existing_root, shown
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure

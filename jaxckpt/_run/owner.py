@@ -24,10 +24,11 @@ from jaxckpt._disk.commit import remove_writer
 from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import check_id
-from jaxckpt._run.index import Listing, StepIndex, check_root
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.leftovers import Leftovers
+from jaxckpt._run.listing import Listing, check_root
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner

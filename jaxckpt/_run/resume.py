@@ -15,8 +15,9 @@ import jax
 
 from jaxckpt._core.check import as_step
 from jaxckpt._core.text import nearest
-from jaxckpt._disk.find import at_rest, marked_as, open_item
+from jaxckpt._disk.find import at_rest, marked_as
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.item import open_item
 from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from

@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex, check_root
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
+from jaxckpt._run.listing import check_root
 from jaxckpt._run.local import Local
 from jaxckpt._run.opening import Opening
 from jaxckpt._run.owner import Ownership

@@ -25,8 +25,9 @@ import numpy as np
 
 from jaxckpt._disk.checksums import units_by_key
 from jaxckpt._disk.commit import Work
-from jaxckpt._disk.find import find, open_item
+from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
 from jaxckpt._run.index import StepIndex

@@ -186,7 +186,7 @@ def _target(path: str, steps: Sequence[int], *, looks: bool = False) -> tuple[De
     Args:
         looks: See `existing_root`.
     """
-    from jaxckpt._run.index import existing_root
+    from jaxckpt._run.listing import existing_root
     from jaxckpt.cli._owned import run_at
     from jaxckpt.storage import locate
 
@@ -380,7 +380,7 @@ def _verify_kept(found: RunOverview, planned: Plan) -> None:
     Raises:
         ValueError: one is damaged or cannot be read.
     """
-    from jaxckpt._run.index import existing_root
+    from jaxckpt._run.listing import existing_root
     from jaxckpt.cli._check import read_steps, summary
     from jaxckpt.cli._owned import run_at
 

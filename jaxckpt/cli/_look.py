@@ -206,7 +206,8 @@ def _common_mesh(leaves: Mapping[str, LeafInfo]) -> str:
 
 def _show_items(path: str, problem: str, *, as_json: bool) -> int:
     """Lists the items of a checkpoint that has a damaged item; returns the exit code."""
-    from jaxckpt._disk.find import find, open_item
+    from jaxckpt._disk.find import find
+    from jaxckpt._disk.item import open_item
     from jaxckpt._inspect.open import Checkpoint
     from jaxckpt.storage import locate
 

@@ -166,7 +166,8 @@ def upload(
     process 0 last: it commits the steps of which all parts are there.
     """
     from jaxckpt._disk.pace import Pace
-    from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.index import StepIndex
+    from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
     from jaxckpt._run.upload import missing_steps
     from jaxckpt._run.upload import upload as upload_step
@@ -208,7 +209,8 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.
     """
     from jaxckpt._run.heal import heal as heal_step
-    from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.index import StepIndex
+    from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run
     from jaxckpt._run.scrub import look
     from jaxckpt.cli._owned import owned

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import STRAY, StepIndex, existing_root, shown
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.listing import STRAY, existing_root, shown
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointNotFound, SaveFailed

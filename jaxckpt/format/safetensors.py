@@ -27,6 +27,7 @@ from jaxckpt.format.jsontext import expect, expect_shape
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
+SUFFIXES: Final = (SUFFIX, INDEX_SUFFIX)
 LENGTH_BYTES: Final = 8
 # The limit of the reference implementation.
 MAX_HEADER_BYTES: Final = 100_000_000

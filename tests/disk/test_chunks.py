@@ -21,7 +21,8 @@ from jaxckpt._core import box as _box
 from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.find import find
+from jaxckpt._disk.item import open_tree
 from jaxckpt.format import arrays, ocdbt
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.find import find
+from jaxckpt._disk.item import open_tree
 from jaxckpt._inspect.diff import compare_block, compare_items
 from jaxckpt._inspect.value_stream import as_numbers
 from jaxckpt.storage import locate

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core.box import whole
-from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.find import find
+from jaxckpt._disk.item import open_tree
 from jaxckpt._inspect.statistics import statistics
 from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
 from jaxckpt.storage import locate

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._core import box as _box
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.find import find
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import display

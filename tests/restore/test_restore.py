@@ -302,7 +302,8 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
 @pytest.mark.parametrize("casts", [False, True])
 def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     """With a budget for three leaves no more than three are under way at once."""
-    from jaxckpt._disk.find import find, open_tree
+    from jaxckpt._disk.find import find
+    from jaxckpt._disk.item import open_tree
     from jaxckpt.storage import locate
 
     tree = {f"{i:02}": np.full((8, 512), i, np.float32) for i in range(30)}
