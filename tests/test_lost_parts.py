@@ -184,6 +184,41 @@ def test_heal_mends_from_a_copy_with_another_bad_file(tmp_path):
     assert not jaxckpt.verify(tmp_path / "copy" / "1").ok
 
 
+@pytest.mark.parametrize("file", [f"state/{names.TREE_METADATA}", f"state/{names.OCDBT_DATA}/*"])
+def test_heal_replaces_a_file_that_has_become_longer(tmp_path, file):
+    """A copy tool may fill up the last block of a file: its beginning is as it was."""
+    saved(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step = tmp_path / "run" / "1"
+    longer = min(step.glob(file))
+    with longer.open("ab") as opened:
+        opened.write(bytes(512))
+
+    code, found = said_json("heal", tmp_path / "run", tmp_path / "copy")
+
+    assert (code, found["mended"]) == (0, {"1": [str(longer.relative_to(step))]})
+    assert jaxckpt.verify(step).ok
+
+
+@pytest.mark.parametrize("left", [None, 0, 100])
+def test_heal_replaces_the_metadata_of_a_step(tmp_path, left):
+    """They are lost or cut: without them, no item of the step can be opened."""
+    saved(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step = tmp_path / "run" / "1"
+    data = (step / names.CHECKPOINT_METADATA).read_bytes()
+    (step / names.CHECKPOINT_METADATA).unlink()
+    if left is not None:
+        (step / names.CHECKPOINT_METADATA).write_bytes(data[:left])
+    damage(step)
+
+    code, found = said_json("heal", tmp_path / "run", tmp_path / "copy")
+
+    assert (code, len(found["mended"]["1"])) == (0, 2)
+    assert (step / names.CHECKPOINT_METADATA).read_bytes() == data
+    assert jaxckpt.verify(step).ok
+
+
 def test_heal_takes_no_record_from_another_save_of_the_step(tmp_path):
     """Even of the same values."""
     saved(tmp_path / "a", 1)

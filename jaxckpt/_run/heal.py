@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxckpt._disk.commit import Check, commit_of
 from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found, Wanted
+from jaxckpt._disk.found import Found, Wanted, file_problem
 from jaxckpt._disk.reader import keys_here
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.disks import Disk, read_entry
@@ -86,11 +86,8 @@ def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
 def _complete(bad: StepIndex, theirs: Found, step: int, check: Check) -> list[str]:
     """Mends a copy that lost its commit marker: the marker comes last, when all files are good."""
     path, marker = bad.path(step), names.COMMIT_MARKER
-    file = f"{path}/{names.RECORD}"
-    record = decode_record(bad.storage.read(file, max_bytes=MAX_RECORD_BYTES), file=file)
-    ours = Found(storage=bad.storage, path=path, record=record)
-    known = theirs.recorded(theirs.path)
-    if ours.origin != theirs.origin or not record.files.items() <= known.items():
+    ours, known = _by_record(bad.storage, path), theirs.recorded(theirs.path)
+    if ours.origin != theirs.origin or not ours.recorded(path).items() <= known.items():
         raise _different(path, theirs)
     replaced, problem = _replace_bad(bad, ours, theirs, step, check)
     if problem is not None:
@@ -116,7 +113,7 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int, check: Check) -
             raise problem
         for name in files:
             check()
-            if _put_chunks(ours, theirs, name):
+            if _put_chunks(find(ours.storage, ours.path), theirs, name):
                 _link_to_others(bad, step, name)
         replaced += files
         bad.forget(step)
@@ -142,7 +139,9 @@ def _replace_bad(
     for name, file in {**alike, **sent.files}.items():
         facts = known[file]
         read = partial(source.pieces, file, facts.size)
-        if recorded.get(name) != facts or _has_bytes(ours, name, facts.size, read()):
+        if recorded.get(name) != facts:
+            continue
+        if not file_problem(ours, name, facts) and _has_bytes(ours, name, facts.size, read()):
             continue
         check()
         try:
@@ -162,9 +161,14 @@ def _find(storage: Storage, path: str) -> Found | None:
     try:
         return find(storage, path)
     except CorruptCheckpoint as error:
-        if error.file != f"{path}/{names.RECORD}":
-            raise
-        return None
+        return None if error.file == f"{path}/{names.RECORD}" else _by_record(storage, path)
+
+
+def _by_record(storage: Storage, path: str) -> Found:
+    """Returns the damaged copy as its record has it; reads nothing else."""
+    file = f"{path}/{names.RECORD}"
+    record = decode_record(storage.read(file, max_bytes=MAX_RECORD_BYTES), file=file)
+    return Found(storage=storage, path=path, record=record)
 
 
 def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
@@ -208,7 +212,7 @@ def _damaged_too(theirs: Found, error: CorruptCheckpoint) -> SaveFailed:
 
 
 def _has_bytes(ours: Found, name: str, size: int, wanted: Iterator[bytes]) -> bool:
-    """Returns whether a file of a step has the same bytes as another file."""
+    """Returns whether a file of a step begins with the bytes of another file."""
     try:
         return same_bytes(pieces(ours.storage, f"{ours.path}/{name}", size), wanted)
     except (CheckpointError, OSError, EOFError) as error:
