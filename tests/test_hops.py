@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1722, 11, 20),
     "manager open + save": (3934, 16, 41),
-    "open + save, local": (6394, 18, 130),  # its threads may do a little more or less
+    "open + save, local": (6395, 18, 130),  # its threads may do a little more or less
     "restore(path, like)": (2263, 14, 8),
     "manager.restore(like)": (2767, 18, 10),
     "open": (595, 10, 5),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1188, 811),
     "_progress": (222, 164),
     "_restore": (2133, 1600),
-    "_run": (9765, 6755),
+    "_run": (9768, 6759),
     "_save": (2359, 1633),
     "cli": (4540, 3249),
     "format": (3353, 2230),

@@ -27,6 +27,7 @@ import errno
 import io
 import posixpath
 import secrets
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -65,11 +66,11 @@ class Deletion:
         self.index = index
         self.leases = leases
         self.owner = owner
-        # Where steps go instead of being deleted.
-        self.move_to = move_to
+        self.move_to = move_to  # where steps go instead of being deleted
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self.failed = False  # whether something that failed may have left a file
         self.half: list[str] = []  # the steps whose failed deletion may have left files
+        self._lock = threading.RLock()  # held while `doomed` names steps of this process
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
         """Deletes steps unless they are pinned or held by a reader; returns the deleted steps.
@@ -131,14 +132,15 @@ class Deletion:
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         root = self.index.root
-        try:
-            yield
-        except SaveFailed as error:
-            self.index.report(f"{root}: this job deletes no more steps: {error}")
-        except OSError as error:
-            self.failed = True
-            self.index.report(f"{root}: old steps cannot be deleted: {error}")
-            self._disown_doomed()
+        with self._lock:
+            try:
+                yield
+            except SaveFailed as error:
+                self.index.report(f"{root}: this job deletes no more steps: {error}")
+            except OSError as error:
+                self.failed = True
+                self.index.report(f"{root}: old steps cannot be deleted: {error}")
+                self._disown_doomed()
 
     def _doom(self, steps: list[str], looks: Iterable[Callable[[], Any]]) -> list[Any]:
         """Names the steps that go, unless another job owns the run; returns what is seen then."""
@@ -374,10 +376,11 @@ class Deletion:
     def _named_as_doomed(self, name: str) -> Iterator[None]:
         """Shows the next owner that a step was being removed."""
         doomed = self.leases.doomed_file
-        # Without an owner, since the next one must not delete a step whose copy is not whole.
-        self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
-        yield
-        self.index.storage.delete(doomed)
+        with self._lock:
+            # Without an owner, since the next one must not delete a step whose copy is not whole.
+            self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
+            yield
+            self.index.storage.delete(doomed)
 
     def pin(self, number: int) -> None:
         """Keeps a step regardless of the policy."""

@@ -32,7 +32,7 @@ from jaxckpt.format.run import Doomed, Lease, Owner, StepNames
 from jaxckpt.format.step import Record
 from jaxckpt.multihost import Group, Single
 from jaxckpt.storage import LocalStorage, MemoryStorage, listing
-from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
+from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 from tests.strategies import host_arrays
 
@@ -1051,6 +1051,26 @@ def test_a_leftover_that_cannot_go_stops_no_deletion(disk):
     assert f"{stuck}/state/data" in said[0]
     assert disk.run().deletion.delete([]) == []
     assert disk.entries() == {"4"}
+
+
+def test_two_threads_of_a_job_delete_one_after_the_other(world):
+    """`doomed` shows all that is being deleted: `pin` and the next owner look there."""
+    world.add("1", "2", "3")
+    other, named = [], []
+
+    def begin_another(verb, path):
+        if verb in ("rename", "delete") and path.startswith(f"{world.root}/1") and not other:
+            other.append(threading.Thread(target=found.deletion.delete, args=([2],)))
+            other[0].start()
+            other[0].join(0.3)
+            named.extend(found.leases.doomed().steps)
+
+    found = world.run(WatchedStorage(world.storage, begin_another))
+    found.deletion.delete([1])
+    other[0].join(60)
+
+    assert named == ["1"]
+    assert world.entries() == {"3"}
 
 
 # --- deletions of a job that has lost the run ----------------------------------------------------
