@@ -1,4 +1,4 @@
-"""The peers to compare: jaxckpt, both generations of Orbax, and the same bytes in a plain file."""
+"""The peers to compare: jaxckpt, both generations of Orbax, others, and a plain file."""
 
 from __future__ import annotations
 
@@ -135,6 +135,58 @@ class Torch:
 
 
 @final
+class ArraySerialization:
+    """JAX's own `array_serialization`: a directory of TensorStore for each array."""
+
+    name = "jax serialization"
+    is_async = True
+    reshards = True
+
+    def __init__(self) -> None:
+        module: Any = importlib.import_module("jax.experimental.array_serialization.serialization")
+        self._manager: Any = module.GlobalAsyncCheckpointManager()
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        leaves = jax.tree.leaves(tree)
+        paths = [f"{path}/{i}" for i in range(len(leaves))]
+        self._manager.serialize_with_paths(leaves, paths, on_commit_callback=lambda: None)
+        return self._manager.wait_until_finished
+
+    def restore(self, path: Path, like: Any) -> Any:
+        leaves, structure = jax.tree.flatten(like)
+        paths = [f"{path}/{i}" for i in range(len(leaves))]
+        shardings = [leaf.sharding for leaf in leaves]
+        return structure.unflatten(self._manager.deserialize_with_paths(shardings, paths))
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Safetensors:
+    """`safetensors.flax`: whole arrays in one file, restored on one device, without fsync."""
+
+    name = "safetensors"
+    is_async = False
+    reshards = False
+
+    def __init__(self) -> None:
+        self._flax: Any = importlib.import_module("safetensors.flax")
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        tensors = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+        path.mkdir()
+        return lambda: self._flax.save_file(tensors, path / "data.safetensors")
+
+    def restore(self, path: Path, like: Any) -> Any:
+        tensors = self._flax.load_file(path / "data.safetensors")
+        return [tensors[str(i)] for i in range(len(jax.tree.leaves(like)))]
+
+    def close(self) -> None:
+        pass
+
+
+@final
 class Roofline:
     """Writes the same bytes sequentially to one file with fsync, and reads them into new memory."""
 
@@ -185,6 +237,8 @@ PEERS: Final[dict[str, Callable[[], Peer]]] = {
     "v0": OrbaxV0,
     "drop-in-v1": lambda: OrbaxV1("jaxckpt.orbax.v1", "drop-in v1"),
     "drop-in-v0": lambda: OrbaxV0("jaxckpt.orbax", "drop-in v0"),
+    "jax": ArraySerialization,
+    "safetensors": Safetensors,
     "torch": Torch,
     "roofline": Roofline,
 }

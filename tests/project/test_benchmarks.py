@@ -49,9 +49,12 @@ def test_every_workload_has_every_figure(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
 def test_every_peer_restores_what_it_saved(tmp_path, capsys):
     """The first round compares the values, and all peers get a column."""
-    main(["small", *TINY, "--dir", str(tmp_path)])
+    names = "jaxckpt,v1,v0,jax,safetensors,roofline"
 
-    assert "|  | jaxckpt | orbax v1 | orbax v0 | roofline |" in capsys.readouterr().out
+    main(["small", *TINY, "--peers", names, "--dir", str(tmp_path)])
+
+    columns = "jaxckpt | orbax v1 | orbax v0 | jax serialization | safetensors | roofline |"
+    assert f"|  | {columns}" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
