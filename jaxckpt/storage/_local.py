@@ -145,15 +145,15 @@ class LocalStorage:
                 os.close(fd)
 
     def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
-        parts = [data] if isinstance(data, bytes) else data
         with _about(path):
-            _publish(_write_new(temporary_sibling(path), parts), path, replace=True)
+            parts = [data] if isinstance(data, bytes) else data
+            _publish(_write_new(temporary_sibling(path), parts), path, parts, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
             if not self.atomic_rename:
                 return _create_in_place(path, data)
-            return _publish(_write_new(temporary_sibling(path), [data]), path, replace=False)
+            return _publish(_write_new(temporary_sibling(path), [data]), path, [data])
 
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
@@ -196,9 +196,7 @@ class LocalStorage:
                 missing.append(path)
                 path = os.path.dirname(path)
             for directory in reversed(missing):
-                # If another process makes the directory meanwhile, it may not be durable yet: sync
-                # it too.
-                try:
+                try:  # if another process makes it meanwhile, it may not be durable yet
                     os.mkdir(directory)
                 except FileExistsError as error:
                     if not os.path.isdir(directory):
@@ -300,9 +298,7 @@ class LocalStorage:
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         if new:
             return hold_new(self, path, data or b"")
-        # The previous holder may just have deleted the file. A lock on a deleted file excludes
-        # nobody, so try again.
-        while True:
+        while True:  # a lock on a file that its holder has just deleted excludes nobody
             with _about(path), contextlib.ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 with contextlib.suppress(FileNotFoundError):
@@ -411,16 +407,19 @@ def _create_in_place(path: str, data: bytes) -> bool:
     return True
 
 
-def _publish(temporary: str, path: str, *, replace: bool) -> bool:
+def _publish(temporary: str, path: str, parts: Any = None, *, replace: bool = False) -> bool:
     """Gives a temporary file its name, durably; returns False if the name is taken."""
     try:
         if replace:
             os.rename(temporary, path)
         elif not _give_new_name(temporary, path):
             return False
+    except FileNotFoundError:  # a new owner of the run took it for a leftover
+        if not isinstance(parts, list):
+            raise
+        return _publish(_write_new(temporary, parts), path, parts, replace=replace)
     finally:
-        # Remains after an error or a link, but not after a rename.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it remains after an error or a link
             os.unlink(temporary)
     _sync_parents(path)
     return True
@@ -543,9 +542,8 @@ def _sync(path: str, flags: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot sync a directory.
         if flags != os.O_DIRECTORY or error.errno not in _UNSUPPORTED:
-            raise
+            raise  # else a network file system that cannot sync a directory
     finally:
         os.close(fd)
 

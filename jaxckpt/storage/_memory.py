@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._local import files_in, hold_new, listing
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, WithoutDirectories
 
 
 @final
-class MemoryStorage:
+class MemoryStorage(WithoutDirectories):
     """Files by path, shared by all threads of this process.
 
     As in an object store, nothing can be renamed, and a directory exists only while it has entries.
     """
 
     scheme = "memory"
-    atomic_rename = hard_links = parallel_writes = False
-    server_copies = True
+    parallel_writes = False
     reads_at_once = 4
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -71,24 +69,9 @@ class MemoryStorage:
     def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         return files_in(lambda folder: listing(self, folder) or {}, path)
 
-    def make_dir(self, path: str) -> None:
-        pass
-
-    def sync(self, path: str) -> None:
-        pass
-
-    def rename(self, src: str, dst: str) -> None:
-        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store cannot rename", src, None, dst)
-
     def link(self, src: str, dst: str) -> bool:
         if not self.create(dst, self._value(src)):
             raise _os_error(errno.EEXIST, dst)
-        return False
-
-    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
-        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store has no links", src, None, dst)
-
-    def exchange(self, a: str, b: str) -> bool:
         return False
 
     def delete(self, path: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import posixpath
 import re
@@ -31,7 +30,7 @@ from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._credentials import Login, source_of
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._locks import LeasedLock, Version, forget
-from jaxckpt.storage._protocol import Entry, EntryKind
+from jaxckpt.storage._protocol import Entry, EntryKind, WithoutDirectories
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
     Requests,
@@ -65,11 +64,10 @@ _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
 @final
-class ObjectStorage:
+class ObjectStorage(WithoutDirectories):
     """One bucket; see `Storage`. `object_storage` makes one."""
 
-    atomic_rename = hard_links = False
-    server_copies = parallel_writes = True
+    parallel_writes = True
     reads_at_once = REQUESTS_AT_ONCE
 
     def __init__(self, scheme: str, bucket: str, settings: StoreSettings) -> None:
@@ -296,17 +294,6 @@ class ObjectStorage:
             self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
         )
 
-    def make_dir(self, path: str) -> None:
-        pass
-
-    def sync(self, path: str) -> None:
-        pass
-
-    def rename(self, src: str, dst: str) -> None:
-        raise io.UnsupportedOperation(
-            errno.ENOTSUP, "an object store cannot rename", src, None, dst
-        )
-
     def link(self, src: str, dst: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
             self._head(dst)
@@ -314,12 +301,6 @@ class ObjectStorage:
         self.requests.change(
             "copy", src, lambda: obs().copy(self._store, self._key(src), self._key(dst))
         )
-        return False
-
-    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
-        raise io.UnsupportedOperation(errno.ENOTSUP, "an object store has no links", src, None, dst)
-
-    def exchange(self, a: str, b: str) -> bool:
         return False
 
     def delete(self, path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -156,6 +158,31 @@ class Storage(Protocol):
             io.UnsupportedOperation: the storage cannot lock files (an OSError).
         """
         ...
+
+
+class WithoutDirectories:
+    """What an object store answers to the verbs of directories, names and links."""
+
+    atomic_rename = hard_links = False
+    server_copies = True
+
+    def make_dir(self, path: str) -> None:
+        """Does nothing: a directory exists while a file is below it."""
+
+    def sync(self, path: str) -> None:
+        """Does nothing: a file is durable once it is written."""
+
+    def rename(self, src: str, dst: str) -> None:
+        """Raises io.UnsupportedOperation."""
+        raise io.UnsupportedOperation(errno.ENOTSUP, "this store cannot rename", src, None, dst)
+
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        """Raises io.UnsupportedOperation."""
+        raise io.UnsupportedOperation(errno.ENOTSUP, "this store has no links", src, None, dst)
+
+    def exchange(self, a: str, b: str) -> bool:
+        """Returns False, since nothing was changed."""
+        return False
 
 
 class PathIn(NamedTuple):

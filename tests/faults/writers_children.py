@@ -42,8 +42,13 @@ def write_steps(root, writer, steps, *, last=None, starts=1):
     """
     import jaxckpt
 
-    def open_run():
-        return jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=last))
+    def open_run(tries=starts):
+        try:
+            return jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=last))
+        except jaxckpt.SaveFailed:  # another job took the run while this one opened it
+            if tries == 1:
+                raise
+        return open_run(tries - 1)
 
     manager = open_run()
     for step in range(1, steps + 1):

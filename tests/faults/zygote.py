@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -80,6 +81,7 @@ class Zygote:
         )
         checkout = Path(__file__).resolve().parents[2]
         self._errors = Path(directory, "zygote.err")
+        self._child = 0  # the process id of the child that has not ended, as far as was read
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.zygote"],
@@ -108,6 +110,11 @@ class Zygote:
 
     def start(self, function, *args, **kwargs):
         """Starts a child that calls a function of some module; returns its process id."""
+        if self._child:  # of a test that failed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+            while self._child:
+                self.answer()
         name = f"{function.__module__}:{function.__name__}"
         self._process.stdin.write(json.dumps([name, args, kwargs], default=os.fspath) + "\n")
         self._process.stdin.flush()
@@ -116,7 +123,9 @@ class Zygote:
     def answer(self):
         line = self._process.stdout.readline()
         assert line, self.errors()
-        return json.loads(line)
+        word = json.loads(line)
+        self._child = word.get("pid", self._child) if "status" not in word else 0
+        return word
 
     def errors(self):
         """Returns the output to stderr of the zygote and its children so far."""

@@ -41,6 +41,7 @@ from jaxckpt.testing import (
     WatchedStorage,
 )
 from tests.storage_contract import StorageContract
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1 << 20
@@ -388,6 +389,33 @@ def test_a_write_replaces_a_link_and_not_its_target(tmp_path):
 
     assert target.read_bytes() == b"old"
     assert storage.kind(f"{root}/written") == "file"
+
+
+@pytest.mark.parametrize("verb", ["write", "create"])
+def test_what_another_job_takes_for_a_leftover_is_written_again(tmp_path, verb):
+    """Who opens a run removes temporary files, also that of a job that is opening it just now."""
+    swept = threading.Event()
+
+    def sweep():
+        while not swept.is_set():
+            for file in tmp_path.glob(".jaxckpt-tmp-*"):
+                with contextlib.suppress(FileNotFoundError):
+                    file.unlink()
+                    swept.set()
+
+    def is_swept():
+        (tmp_path / "file").unlink(missing_ok=True)
+        getattr(LocalStorage(), verb)(f"{tmp_path}/file", b"1" * 1_000_000)
+        assert (tmp_path / "file").stat().st_size == 1_000_000
+        return swept.is_set()
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    try:
+        wait_until(is_swept)
+    finally:
+        swept.set()
+        sweeper.join()
 
 
 def test_a_linked_root_is_fine(tmp_path):
