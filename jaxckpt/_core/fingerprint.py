@@ -118,8 +118,7 @@ def _sent(shard: jax.Array) -> Sent:
     if key not in _wanted:
         if len(_programs) + len(_wanted) >= _MOST_PROGRAMS:
             return None
-        shape = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.sharding)
-        _wanted[key] = shape
+        _wanted[key] = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.sharding)
     return LATER
 
 

@@ -119,13 +119,12 @@ def compare_items(
     pairs = {path: _Pair(all_a[path], all_b[path], rtol=rtol, atol=atol) for path in both}
     if values:
         _read(a, b, pairs, budget_bytes)
-    changed = tuple(pair.result() for pair in pairs.values() if pair.differs)
     return DiffReport(
         a=a.path,
         b=b.path,
         only_a=tuple(path_text(p) for p in all_a if p not in all_b and chosen(p)),
         only_b=tuple(path_text(p) for p in all_b if p not in all_a and chosen(p)),
-        changed=changed,
+        changed=tuple(pair.result() for pair in pairs.values() if pair.differs),
         same_paths=tuple(pair.a.text for pair in pairs.values() if not pair.differs),
     )
 
