@@ -534,10 +534,9 @@ def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None)
                 if there:
                     yield step
                     deadline_s = time.monotonic() + timeout_s
-        left_s = deadline_s - time.monotonic()
-        if not new and left_s <= 0:
-            return
         if not new:
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                return
             waiting.wait(min(_POLL_S, left_s))
 
 
