@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxckpt import Checkpoint, TreeMismatch, restore
 from jaxckpt import open as open_checkpoint
+from jaxckpt.format.tree import parse_path
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
 
@@ -251,16 +252,25 @@ def _restore_onto(
         like = map_named(lambda names, leaf: 0 if names in kept else leaf, like)
         restored = source.restore(like, resize=resize, extra="ignore", missing="keep")
         return map_named(lambda names, leaf: kept.get(names, leaf), restored)
-    leaves = tree_util.tree_leaves_with_path(like, is_leaf=lambda node: node is None)
-    left_out = ["/".join(names_of(keys)) for keys, x in leaves if x is None or x is PLACEHOLDER]
-    if not left_out and not isinstance(source, Checkpoint):
+    leaves = tree_util.tree_leaves_with_path(like, is_leaf=_is_none)
+    holes = [names_of(keys) for keys, leaf in leaves if leaf is PLACEHOLDER]
+    # Of each None: placeholders for all that was saved there.
+    below: dict[Names, Any] = {names_of(keys): {} for keys, leaf in leaves if leaf is None}
+    if not (holes or below) and not isinstance(source, Checkpoint):
         return restore(source, like, resize=resize)
     found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    holes = [names_of(keys) for keys, leaf in leaves if leaf is PLACEHOLDER]
     if holes and (wrong := _above(by_name(found.abstract())).intersection(holes)):
         raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {wrong}")
-    skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
-    return found.restore(like, resize=resize, skip=skipped or None)
+    for path in map(parse_path, found.leaves if below else ()):
+        for i in range(len(path) + 1):
+            below.get(path[:i], {})[path[i:]] = PLACEHOLDER
+    full = map_named(lambda n, x: nested(below[n]) if below.get(n) else x, like, _is_none)
+    restored = found.restore(full, resize=resize)
+    return jax.tree.map(lambda x, y: None if x is None else y, like, restored, is_leaf=_is_none)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _above(saved: Mapping[Names, Any]) -> set[Names]:

@@ -293,6 +293,18 @@ def test_a_placeholder_is_not_restored(saved):
     assert got["i"] == 3
 
 
+@pytest.mark.parametrize("hole", [None, _trees.PLACEHOLDER])
+@pytest.mark.parametrize("name", ["mlp", "w[0]"])
+def test_only_the_leaf_itself_is_left_out(tmp_path, name, hole):
+    """A leaf that is left out takes no other along whose name looks alike, as in Haiku."""
+    tree = {"mlp": 1.0, "mlp/~/linear": {"w": jnp.arange(3.0)}, "w[0]": 2.0, "w0": jnp.ones(2)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    target = jax.tree.map(jnp.zeros_like, tree) | {name: hole}
+
+    wanted = outcome(lambda: ocp.PyTreeCheckpointer().restore(tmp_path / "a", target))
+    assert outcome(lambda: _trees.restore_pytree(tmp_path / "a", target)) == wanted
+
+
 def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
     """As by Orbax, where it stands for one leaf."""
     ocp.PyTreeCheckpointer().save(tmp_path / "a", {"b": {"c": 1, "d": 2}, "e": 3})
