@@ -19,6 +19,7 @@ from jaxckpt._disk.found import Found
 from jaxckpt._inspect.open import custom_of
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import path_text
 from jaxckpt.orbax import _trees
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo
@@ -168,7 +169,7 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
     tree = _trees.plain(found.abstract())
 
     def describe(path: _trees.Names, leaf: Any) -> Any:
-        return _of_leaf(".".join(path), directory, leaf, found.leaves.get("/".join(path)))
+        return _of_leaf(".".join(path), directory, leaf, found.leaves.get(path_text(path)))
 
     return TreeMetadata(_trees.map_named(describe, tree), custom_of(found))
 

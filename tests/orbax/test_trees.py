@@ -305,6 +305,20 @@ def test_only_the_leaf_itself_is_left_out(tmp_path, name, hole):
     assert outcome(lambda: _trees.restore_pytree(tmp_path / "a", target)) == wanted
 
 
+def test_metadata_of_names_that_paths_escape(saved, tmp_path):
+    """The sharding of a leaf is known whatever its name, as the ones of Haiku."""
+    tree = {"mlp/~/linear": {"w": saved[1]["a"]}, "b~": saved[1]["a"], "c": saved[1]["a"]}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    v1.save(tmp_path / "b", tree)
+
+    found = drop_in.PyTreeCheckpointer().metadata(tmp_path / "a").item_metadata.tree
+    new = drop_in.v1.metadata(tmp_path / "b").metadata
+
+    for one in (*jax.tree.leaves(found), *(x.sharding_metadata for x in jax.tree.leaves(new))):
+        sharding = getattr(one, "sharding", one)
+        assert sharding.to_jax_sharding() == SPLIT
+
+
 def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
     """As by Orbax, where it stands for one leaf."""
     ocp.PyTreeCheckpointer().save(tmp_path / "a", {"b": {"c": 1, "d": 2}, "e": 3})

@@ -12,6 +12,7 @@ import numpy as np
 from jax import tree_util
 
 from jaxckpt import open as open_checkpoint
+from jaxckpt.format.tree import path_text
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import ShardingMetadata, of_array
 from jaxckpt.types import LeafInfo
@@ -103,7 +104,7 @@ def tree_metadata(path: str | os.PathLike[str]) -> Any:
     """Describes the leaves of a tree, in its shape as Orbax returns it."""
     found = open_checkpoint(path)
     tree = _trees.plain(found.abstract())
-    return _trees.map_named(lambda n, leaf: _of_leaf(leaf, found.leaves.get("/".join(n))), tree)
+    return _trees.map_named(lambda n, leaf: _of_leaf(leaf, found.leaves.get(path_text(n))), tree)
 
 
 def _of_leaf(leaf: Any, saved: LeafInfo | None) -> Any:
