@@ -88,11 +88,13 @@ def restore_transformed(path: str, given: Any) -> Any:
         raise NotImplementedError(
             "multi_value_fn: restore with jaxckpt.restore(path), then compute the new tree"
         )
+    paths = {"/".join(names): names for names in saved}  # a name may contain a `/`
     args, sources = _flat(given.restore_args), {}
     for key in _flat(given.item):
         rule, source = _rule(key, rules) or (Transform(), key)
-        names = tuple(source.split("/"))
-        if names in saved and not (rule.use_fallback and given.transforms_default_to_original):
+        names = paths.get(source)
+        is_given = rule.use_fallback and given.transforms_default_to_original
+        if names is not None and not is_given:
             sources[names] = _trees.wanted_leaf(saved[names], args.get(key))
     values = found.restore(_trees.nested(sources), extra="ignore") if sources else {}
     default = given.transforms_default_to_original

@@ -217,6 +217,24 @@ def test_transforms(tmp_path):
     twice(program, tmp_path)
 
 
+def test_transforms_of_names_that_contain_a_slash(tmp_path):
+    """Leaves of Haiku are restored, under their own names and under others."""
+
+    def program(ocp, path):
+        checkpointer, item = ocp.PyTreeCheckpointer(), {"mlp/~/linear": {"w": jnp.zeros(2)}}
+        checkpointer.save(path / "a", {"mlp/~/linear": {"w": jnp.ones(2)}, "b": 1})
+        renamed = {r"new/(.*)": ocp.Transform(original_key=r"mlp/~/linear/\1")}
+
+        def restore(item, transforms):
+            args = jax.tree.map(lambda x: ocp.RestoreArgs(), item)
+            given = {"item": item, "restore_args": args, "transforms": transforms}
+            return checkpointer.restore(path / "a", **given)
+
+        return [restore(item, {}), restore({"new": {"w": jnp.zeros(2)}}, renamed)]
+
+    twice(program, tmp_path)
+
+
 def test_a_save_in_the_background_fails_when_it_is_waited_for(tmp_path):
     """The error is raised by the next wait, and nothing is left at the path."""
     (tmp_path / "file").write_text("")
