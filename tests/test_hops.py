@@ -174,9 +174,9 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (851, 459),
     "_convert": (1192, 804),
-    "_core": (2547, 1613),
+    "_core": (2546, 1612),
     "_disk": (4963, 3498),
-    "_inspect": (1188, 811),
+    "_inspect": (1187, 810),
     "_progress": (222, 164),
     "_restore": (2133, 1600),
     "_run": (9768, 6759),
@@ -185,9 +185,9 @@ FOLDERS = {
     "format": (3353, 2230),
     "integrations": (456, 247),
     "multihost": (992, 636),
-    "orbax": (6051, 3688),
+    "orbax": (6064, 3698),
     "pages": (2044, 1461),
-    "storage": (4184, 2818),
+    "storage": (4173, 2809),
     "testing": (1057, 700),
 }
 

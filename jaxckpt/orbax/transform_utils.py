@@ -93,8 +93,7 @@ def restore_transformed(path: str, given: Any) -> Any:
     for key in _flat(given.item):
         rule, source = _rule(key, rules) or (Transform(), key)
         names = paths.get(source)
-        is_given = rule.use_fallback and given.transforms_default_to_original
-        if names is not None and not is_given:
+        if names is not None and not (rule.use_fallback and given.transforms_default_to_original):
             sources[names] = _trees.wanted_leaf(saved[names], args.get(key))
     values = found.restore(_trees.nested(sources), extra="ignore") if sources else {}
     default = given.transforms_default_to_original
