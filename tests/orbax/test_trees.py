@@ -293,6 +293,20 @@ def test_a_placeholder_is_not_restored(saved):
     assert got["i"] == 3
 
 
+def test_only_leaves_that_are_not_strict_get_another_size(saved):
+    """A leaf with `strict=False` leaves the others strict."""
+    path, _ = saved
+    loose = ocp.ArrayRestoreArgs(sharding=WHOLE, global_shape=(12,), strict=False)
+    for size in (3, 4):
+        fixed = ocp.ArrayRestoreArgs(sharding=WHOLE, global_shape=(size,))
+        args = {"a": loose, "n": fixed, "i": ocp.RestoreArgs()}
+        given = ocp.args.PyTreeRestore(restore_args=args)
+        wanted = outcome(lambda g=given: ocp.PyTreeCheckpointer().restore(path, args=g))
+
+        assert outcome(lambda a=args: _trees.restore_pytree(path, restore_args=a)) == wanted
+        assert (wanted == "ValueError") == (size == 4)
+
+
 @pytest.mark.parametrize("hole", [None, _trees.PLACEHOLDER])
 @pytest.mark.parametrize("name", ["mlp", "w[0]"])
 def test_only_the_leaf_itself_is_left_out(tmp_path, name, hole):
