@@ -148,23 +148,18 @@ def restore_pytree(
     found = open_checkpoint(path)
     abstract = plain(found.abstract())
     saved, args = by_name(abstract), by_name(restore_args)
-    strict = {names: getattr(arg, "strict", None) for names, arg in args.items()}
+    resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
-        if leaf is not PLACEHOLDER and names in saved:
-            return wanted_leaf(saved[names], args.get(names), leaf)
+        if leaf is PLACEHOLDER or names not in saved:
+            return leaf
+        arg, there = args.get(names), saved[names]
+        leaf = wanted_leaf(there, arg, leaf)
+        if resize and getattr(arg, "strict", False) and np.shape(leaf) != np.shape(there):
+            raise ValueError(f"{_DIFFER}: the shape of {names}, whose args have strict=True")
         return leaf
 
-    def is_other(names: Names, leaf: Any) -> bool:
-        return (
-            names in saved and leaf is not PLACEHOLDER and np.shape(leaf) != np.shape(saved[names])
-        )
-
     like = map_named(wanted, abstract if target is None else target)
-    resize, leaves = False in strict.values(), by_name(like)
-    fixed = [names for names in leaves if strict.get(names) and is_other(names, leaves[names])]
-    if resize and fixed:
-        raise ValueError(f"{_DIFFER}: the shapes of {fixed}, whose args have strict=True")
     return restore_like(found, like, resize=resize, partial=partial)
 
 

@@ -206,14 +206,15 @@ def items_of(found: Found) -> list[str]:
 
 def of_step(found: Found, items: Any) -> Any:
     """Returns the metadata of a checkpoint."""
+    handlers = found.metadata.handlers.get("") or dict(found.metadata.handlers)
+    return StepMetadata(item_handlers=handlers, item_metadata=items, **facts_of(found))
+
+
+def facts_of(found: Found) -> dict[str, Any]:
+    """Returns the times and the custom metadata of a checkpoint, by Orbax's names."""
     saved = found.metadata
-    return StepMetadata(
-        item_handlers=saved.handlers.get("") or dict(saved.handlers),
-        item_metadata=items,
-        init_timestamp_nsecs=saved.init_ns,
-        commit_timestamp_nsecs=saved.commit_ns,
-        custom_metadata=dict(saved.custom_metadata or {}),
-    )
+    times = {"init_timestamp_nsecs": saved.init_ns, "commit_timestamp_nsecs": saved.commit_ns}
+    return {**times, "custom_metadata": dict(saved.custom_metadata or {})}
 
 
 def get_step_metadata(path: str | os.PathLike[str]) -> Any:

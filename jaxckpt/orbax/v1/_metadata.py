@@ -12,7 +12,7 @@ from etils import epath
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.open import custom_of
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import items_of
+from jaxckpt.orbax.metadata import facts_of, items_of
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
@@ -62,14 +62,7 @@ def _time(nsecs: int | None) -> datetime.datetime | None:
 
 
 def _of_checkpoint(path: PathLike, found: Found, metadata: Any) -> CheckpointMetadata[Any]:
-    saved = found.metadata
-    return CheckpointMetadata(
-        epath.Path(path),
-        metadata=metadata,
-        init_timestamp_nsecs=saved.init_ns,
-        commit_timestamp_nsecs=saved.commit_ns,
-        custom_metadata=dict(saved.custom_metadata or {}),
-    )
+    return CheckpointMetadata(epath.Path(path), metadata=metadata, **facts_of(found))
 
 
 def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> CheckpointMetadata[Any]:

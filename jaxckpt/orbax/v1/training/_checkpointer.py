@@ -224,9 +224,8 @@ class Checkpointer(Run):
             KeyError: the step lacks the tree.
         """
         _loading.check_target(abstract_state)
-        return self.load_checkpointables(step, {checkpointable_name: abstract_state})[
-            checkpointable_name
-        ]
+        name = checkpointable_name
+        return self.load_checkpointables(step, {name: abstract_state})[name]
 
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Any = None
