@@ -220,8 +220,7 @@ class Transaction:
         # The listing may have been made before they were written.
         for path, data in files.items():
             facts[path] = FileFacts.of(path, data)
-        facts.pop(names.WRITER, None)
-        return dict(sorted(facts.items()))
+        return {path: facts[path] for path in sorted(facts.keys() - {names.WRITER, names.PINNED})}
 
     def _size_of(self, path: str, least: int) -> int:
         """Returns the size of a file that a listing, which may be old, does not show whole."""

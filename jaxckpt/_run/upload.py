@@ -100,7 +100,7 @@ def upload(
     path = target.path(step)
     if target.is_committed(step):
         there = already_there(found, record, target, step)
-        _pin(found, target, step)
+        _pin(found, target.storage, path)
         return there
     contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
@@ -136,6 +136,7 @@ def upload(
             sending.clear(known, partial(attempt.protocol.check, attempt.token, fence))
             about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
             about["differences"] = record.differences
+            _pin(found, target.storage, work.path)
             attempt.commit(files, known=known, **about)
         elif attempt is not None:
             attempt.release()
@@ -147,7 +148,7 @@ def upload(
         linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
-        _pin(found, target, step)
+        _pin(found, target.storage, path)  # it may have been pinned meanwhile
         copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
@@ -222,10 +223,10 @@ def already_there(found: Found, record: Record, target: StepIndex, step: int) ->
     return Uploaded(step, there.path, 0, sum(facts.size for facts in record.files.values()))
 
 
-def _pin(found: Found, target: StepIndex, step: int) -> None:
+def _pin(found: Found, storage: Storage, path: str) -> None:
     """Pins the copy of a step that was pinned before it was there."""
     if found.storage.kind(f"{found.path}/{names.PINNED}") is not None:
-        target.storage.write(f"{target.path(step)}/{names.PINNED}", b"")
+        storage.write(f"{path}/{names.PINNED}", b"")
 
 
 def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:

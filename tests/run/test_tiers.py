@@ -24,6 +24,7 @@ from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run import tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.format import names
 from jaxckpt.format import step as step_format
 from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
@@ -604,6 +605,27 @@ def test_a_step_pinned_before_its_upload_stays_in_both_places(tmp_path, local):
         manager.save(2, state(2)).durable()
         manager.wait_until_finished()
         assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+
+
+def test_a_pin_comes_with_the_step_that_is_uploaded(tmp_path, local):
+    """A crash between the two would lose it. The record does not list it: it may go again."""
+    pinned, goes_on = [], threading.Event()
+
+    def before(verb, path):
+        if names.is_ours_temporary(os.path.basename(os.path.dirname(path)), "1"):
+            assert goes_on.wait(60)
+        if verb == "rename" and names.is_ours_temporary(os.path.basename(path), "1"):
+            pinned.append(os.path.exists(f"{path}/_jaxckpt.pinned"))
+
+    with CheckpointManager(watched(tmp_path / "run", before), local=local) as manager:
+        saved = manager.save(1, state(1))
+        saved.result()
+        manager.pin(1)
+        goes_on.set()
+        saved.durable()
+        assert pinned == [True]
+        manager.unpin(1)
+        assert jaxckpt.verify(tmp_path / "run" / "1").ok
 
 
 def test_a_step_that_goes_in_one_place_is_pinned_in_the_other(tmp_path, local):
