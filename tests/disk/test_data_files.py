@@ -31,7 +31,7 @@ def test_a_save_in_the_background_gives_way(niceness):
     path, found = niceness
     with jaxckpt.CheckpointManager(path) as manager:
         manager.save(1, {"w": np.ones(1 << 20)})
-    assert found == {10}
+    assert found == {min(10, 19 - os.nice(0))}
 
 
 def test_a_save_that_is_waited_for_does_not(niceness):
