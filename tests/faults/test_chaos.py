@@ -22,7 +22,7 @@ def chaos(place, mode, *command):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "ckpt_chaos", "run", "--modes", mode, "--work", place / "work"),
-            *("--max-points", str(POINTS), "--timeout", "60", "--result-file", "{out}/result"),
+            *("--max-points", str(POINTS), "--timeout", "120", "--result-file", "{out}/result"),
             *("--step-regex", r"resumed from step (\d+)", "--checkpoint-glob", "{out}/run/[0-9]"),
             *("--ckpt-ignore-size", "--", sys.executable, *command, "{out}"),
         ],
@@ -30,7 +30,7 @@ def chaos(place, mode, *command):
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     found = VERDICT.findall(done.stdout)
     assert found, done.stdout + done.stderr
