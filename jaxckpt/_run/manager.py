@@ -772,8 +772,7 @@ def _delete_in(places: Sequence[Root], step: int, item: str | None) -> str:
     lacks: list[str] = []
     for root in places:
         try:
-            if not root.index.is_committed(step):
-                root.index.check_step(step)  # raises
+            root.index.check_step(step)
             root.owner.fence()
             if item is not None:
                 root.deletion.delete_item(step, item)

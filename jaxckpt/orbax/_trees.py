@@ -258,7 +258,7 @@ def _restore_onto(
         return map_named(lambda names, leaf: kept.get(names, leaf), restored)
     leaves = tree_util.tree_leaves_with_path(like, is_leaf=_is_none)
     holes = [names_of(keys) for keys, leaf in leaves if leaf is PLACEHOLDER]
-    # Of each None: placeholders for all that was saved there.
+    # By the names of a None: placeholders for all leaves that were saved there.
     below: dict[Names, Any] = {names_of(keys): {} for keys, leaf in leaves if leaf is None}
     if not (holes or below) and not isinstance(source, Checkpoint):
         return restore(source, like, resize=resize)

@@ -415,7 +415,7 @@ def _publish(temporary: str, path: str, parts: Any = None, *, replace: bool = Fa
         elif not _give_new_name(temporary, path):
             return False
     except FileNotFoundError:  # a new owner of the run took it for a leftover
-        if not isinstance(parts, list):
+        if not isinstance(parts, list) or os.path.lexists(temporary):
             raise
         return _publish(_write_new(temporary, parts), path, parts, replace=replace)
     finally:

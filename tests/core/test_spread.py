@@ -212,7 +212,7 @@ def test_pieces_are_divided_about_evenly():
 
 
 def test_a_plan_for_thousands_of_processes_asks_little():
-    """4,096 processes of 4 devices, 10,000 leaves: 50 calls a leaf, half a second of a core."""
+    """4,096 processes of 4 devices, 10,000 leaves: about 50 calls a leaf."""
     hosts = mesh_of(4, dp=64, fsdp=64, tp=4)
     wanted = cut(hosts, (("fsdp",), ("tp",)))
     calls = Counter[str]()

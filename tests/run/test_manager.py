@@ -1904,6 +1904,16 @@ def test_a_clock_that_jumps_deletes_nothing_too_soon(tmp_path):
         assert manager.latest_step() == 8
 
 
+def test_a_step_that_another_program_deleted_cannot_be_deleted(tmp_path):
+    """Though the manager has seen it."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.arange(3)}).result()
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(CheckpointNotFound, match="no committed step 1"):
+            manager.delete(1)
+
+
 @as_processes
 def test_a_pinned_step_stays(tmp_path, processes):
     """It stays whatever the policy says, also in the next run, until it is unpinned."""
