@@ -69,7 +69,10 @@ class Disk:
 
 
 def _blocks(path):
-    return BLOCK if path.is_dir() else -(-path.stat().st_size // BLOCK) * BLOCK
+    try:
+        return BLOCK if path.is_dir() else -(-path.stat().st_size // BLOCK) * BLOCK
+    except FileNotFoundError:  # renamed or deleted since the listing
+        return 0
 
 
 def start_run(top, real):
@@ -77,8 +80,10 @@ def start_run(top, real):
     disk = Disk(top, real)
     with open_run(disk.root) as manager:
         manager.save(1, tree(1)).result()
+        manager.wait_until_finished()
         before = disk.used()
         manager.save(2, tree(2)).result()
+        manager.wait_until_finished()
         say(size=disk.used() - before)
 
 
