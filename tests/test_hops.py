@@ -132,13 +132,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1722, 11, 20),
-    "manager open + save": (3934, 16, 41),
+    "save again": (1717, 11, 20),
+    "manager open + save": (3933, 16, 41),
     "open + save, local": (6395, 18, 130),  # its threads may do a little more or less
-    "restore(path, like)": (2263, 14, 8),
-    "manager.restore(like)": (2767, 18, 10),
+    "restore(path, like)": (2266, 14, 8),
+    "manager.restore(like)": (2770, 18, 10),
     "open": (595, 10, 5),
-    "verify": (1872, 15, 16),
+    "verify": (1855, 15, 16),
 }
 
 
@@ -174,18 +174,18 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (851, 459),
     "_convert": (1192, 804),
-    "_core": (2546, 1612),
-    "_disk": (4962, 3497),
+    "_core": (2531, 1598),
+    "_disk": (4953, 3485),
     "_inspect": (1187, 810),
-    "_progress": (222, 164),
-    "_restore": (2133, 1600),
-    "_run": (9768, 6759),
-    "_save": (2359, 1633),
+    "_progress": (225, 167),
+    "_restore": (2135, 1602),
+    "_run": (9786, 6775),
+    "_save": (2327, 1612),
     "cli": (4540, 3249),
     "format": (3353, 2230),
     "integrations": (456, 247),
-    "multihost": (992, 636),
-    "orbax": (6064, 3698),
+    "multihost": (988, 634),
+    "orbax": (6062, 3693),
     "pages": (2044, 1461),
     "storage": (4173, 2809),
     "testing": (1057, 700),

@@ -81,8 +81,11 @@ def prepare() -> None:
     """Compiles the programs that `send` lacked, which may take seconds."""
     import jax
 
-    while _wanted:
-        key, shape = _wanted.popitem()
+    while True:
+        try:
+            key, shape = _wanted.popitem()
+        except KeyError:  # nothing is left; another thread may have taken the last
+            return
         try:
             with jax.enable_x64(True):
                 _programs[key] = jax.jit(_reduction(shape.sharding)).lower(shape).compile()

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jaxckpt._core import box as _box
@@ -365,54 +364,17 @@ def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> li
         >>> plan_reads(stored, 1, [Box((0,), (2,)), Box((2,), (4,))])[0].box
         Box(start=(0,), stop=(4,))
     """
+    if not targets:
+        return []
     unit = stored.unit_shape
-    cuts = [
-        sorted({c for t in targets for c in _unit_bounds(t.start[d], t.stop[d], unit[d], size)})
-        for d, size in enumerate(stored.shape)
-    ]
-    cells: dict[Box, list[tuple[int, Box]]] = {}
+    sides = [max(target.shape[axis] for target in targets) for axis in range(len(unit))]
+    shape = _box.widened(unit, sides, MAX_UNIT_BYTES // (math.prod(unit) * itemsize))
+    tiles: dict[tuple[int, ...], list[tuple[int, Box]]] = {}
     for i, target in enumerate(targets):
-        for cell in _cells(cuts, target):
-            part = cell.intersect(target)
-            if part is not None:
-                cells.setdefault(cell, []).append((i, part))
-    reads = []
-    for parts in cells.values():
-        box = _box.hull([part for _, part in parts])
-        if box.size * itemsize <= MAX_UNIT_BYTES:
-            reads.append(Read(box=box, parts=tuple(parts)))
-        else:
-            reads += _pieces(box, parts, unit, itemsize)
-    return reads
-
-
-def _unit_bounds(start: int, stop: int, unit: int, size: int) -> tuple[int, ...]:
-    """Returns the unit bounds below and above both ends of a range."""
-    ends = [n for end in (start, stop) for n in (end // unit * unit, -(-end // unit) * unit)]
-    return tuple(min(n, size) for n in ends)
-
-
-def _cells(cuts: Sequence[Sequence[int]], target: Box) -> list[Box]:
-    """Returns the boxes between neighbouring cuts that touch `target`."""
-    ranges = []
-    for dim, start, stop in zip(cuts, target.start, target.stop, strict=True):
-        ranges.append([(a, b) for a, b in pairwise(dim) if a < stop and start < b])
+        for index, tile in _box.tile(target, shape):
+            if (part := tile.intersect(target)) is not None:
+                tiles.setdefault(index, []).append((i, part))
     return [
-        Box(tuple(a for a, _ in sides), tuple(b for _, b in sides)) for sides in product(*ranges)
+        Read(box=_box.hull([part for _, part in parts]), parts=tuple(parts))
+        for parts in tiles.values()
     ]
-
-
-def _pieces(
-    box: Box, parts: Sequence[tuple[int, Box]], unit: Sequence[int], itemsize: int
-) -> list[Read]:
-    """Splits a region that several targets need into reads of whole units."""
-    tile_shape = list(unit)
-    for axis in reversed(range(len(tile_shape))):
-        room = MAX_UNIT_BYTES // (math.prod(tile_shape) * itemsize)
-        tile_shape[axis] *= max(1, min(room, -(-box.shape[axis] // unit[axis])))
-    reads = []
-    for _, piece in _box.tile(box, tile_shape):
-        inside = [(i, overlap) for i, part in parts if (overlap := piece.intersect(part))]
-        if inside:
-            reads.append(Read(box=_box.hull([b for _, b in inside]), parts=tuple(inside)))
-    return reads

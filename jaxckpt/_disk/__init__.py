@@ -2,6 +2,7 @@
 
 transaction  begin, commit or abort; its docstring is the commit, line by line
 commit       the two ways to commit and to delete, and recovery after a crash
+removal      one item deleted; what lies in a checkpoint without being part of it
 writer       one process's share of the arrays
 data_files   its files, written in one pass; TensorStore compresses
 checksums    the checksums of all chunks, in one file

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -24,6 +24,7 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import MAX_KEPT_CHUNKS, ChunkRead, count_chunks, plan_chunks
+from jaxckpt._core.pool import Pool
 from jaxckpt._core.transfer import empty, in_place
 from jaxckpt._disk.checksums import Sums, grid_of
 from jaxckpt._disk.damage import blame
@@ -189,10 +190,10 @@ class Chunks:
         reads: Sequence[LeafRead],
         places: Mapping[str, Place | bytes],
         sums: Mapping[str, Sums] | None,
-        executor: Executor,
+        pool: Pool,
     ) -> None:
         self.reads = reads
-        self._item, self._places, self._sums, self._executor = item, places, sums, executor
+        self._item, self._places, self._sums, self._pool = item, places, sums, pool
         self._storage = item.found.storage
         self._memory: Values | None = None
         self._buffers: deque[Buffers] = deque()
@@ -203,18 +204,18 @@ class Chunks:
         """Makes the buffers and starts to fill them; `finish` reports errors."""
         jobs, at = [], 0
         try:
-            self._memory = make_memory(self._item, *self.reads)
+            memory = self._memory = make_memory(self._item, *self.reads)
         except MemoryError as error:
             for read in self.reads:
                 self._note(read.leaf, error)
             return
         for read in self.reads:
             try:
-                jobs += self._plan(read, at, self._memory)
+                jobs += self._plan(read, at, memory)
             except (CheckpointError, OSError) as error:
                 self._note(read.leaf, error)
             at += read.layout.room
-        self._under_way = [self._submit(run, self._memory) for run in adjacent(jobs)]
+        self._under_way = [self._pool.submit(self._read_run, one, memory) for one in adjacent(jobs)]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         """Waits for the reads, and yields the buffers of each good leaf."""
@@ -317,14 +318,6 @@ class Chunks:
         except (ValueError, EOFError) as error:
             raise bad_leaf(leaf, path, f'chunk "{key}": {error}') from error
         return [(file, offset + at, length) for at, length in inner]
-
-    def _submit(self, run: list[ChunkJob], memory: Values) -> Future[None]:
-        try:
-            return self._executor.submit(self._read_run, run, memory)
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            done: Future[None] = Future()
-            done.set_result(self._read_run(run, memory))
-            return done
 
     def _read_run(self, run: list[ChunkJob], memory: Values) -> None:
         leaf, file = run[0].read.leaf, f"{self._item.path}/{run[0].file}"

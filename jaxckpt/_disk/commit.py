@@ -23,13 +23,12 @@ import logging
 import posixpath
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple, final
 
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, StoreError
-from jaxckpt.format import jsontext, names, step
-from jaxckpt.format.step import FileFacts, Record
+from jaxckpt.errors import SaveFailed, StepExists, StoreError
+from jaxckpt.format import names
 from jaxckpt.storage import Entry, Hold, Storage, beside, is_temporary_file, listing, together
 
 _logger = logging.getLogger("jaxckpt")
@@ -37,8 +36,6 @@ _logger = logging.getLogger("jaxckpt")
 # Files that are in every directory of ours, from the first moment to the last. By them the next
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
-# A directory with one of these is a checkpoint or a run, complete or not.
-_OF_OTHERS = frozenset({*_OURS, names.OWNER, names.CHECKPOINT_METADATA, names.ORBAX_MARKER})
 _LEFT_ALONE = "left alone: another writer is saving there"
 _NO_LOCKS = (
     "left alone: this storage has no file locks, so its writer may be alive. Remove it if no job "
@@ -573,71 +570,6 @@ def remove_writer(storage: Storage, path: str) -> None:
         if (hold := storage.hold(f"{path}/{names.WRITER}")) is not None:
             storage.delete_files([f"{path}/{names.WRITER}"])
             hold.release()
-
-
-def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
-    """Returns a checkpoint or run that is stored inside a checkpoint without being part of it.
-
-    Args:
-        files: All files below the checkpoint, by path in it.
-    """
-    split = [posixpath.split(file) for file in files]
-    found = {folder for folder, name in split if folder and name in _OF_OTHERS}
-    if (
-        found and ("", names.RECORD) in split
-    ):  # whose items may have such files, from other handlers
-        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
-            file = f"{path}/{names.RECORD}"
-            data = storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
-            found -= {posixpath.dirname(one) for one in step.decode_record(data, file=file).files}
-    elif found:  # in early steps of Orbax, each item is a checkpoint
-        found -= {
-            f
-            for f in found
-            if "/" not in f and {(f, n) for n in (*_OURS, names.OWNER)}.isdisjoint(split)
-        }
-    return f"{path}/{min(found)}" if found else None
-
-
-def remove_item(
-    storage: Storage,
-    path: str,
-    record: Record,
-    item: str,
-    *,
-    check: Check = int,
-) -> None:
-    """Deletes an item of a checkpoint, or finishes a deletion that was interrupted.
-
-    In the files and the order of Orbax's v1; a crash after each line leaves:
-
-    1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
-    2. rewrite `_jaxckpt.json`: without its files,     the same
-       and without the file of step 4
-    3. remove the item's files                         the same
-    4. rewrite `_CHECKPOINT_METADATA`                  the same
-    5. rewrite `_jaxckpt.json` with that file          the same
-    6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
-    """
-    file = f"{path}/{names.CHECKPOINT_METADATA}"
-    before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
-    after = step.without_item(before, item, file=file)
-    left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
-    left.pop(names.CHECKPOINT_METADATA, None)
-    about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
-    is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
-    try:
-        check()
-    except BaseException:
-        if is_new:
-            storage.delete(f"{path}/{names.DELETION_RECORD}")
-        raise
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    storage.delete(f"{path}/{item}")
-    storage.write(file, after)
-    left[names.CHECKPOINT_METADATA] = FileFacts.of(names.CHECKPOINT_METADATA, after)
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    storage.delete(f"{path}/{names.DELETION_RECORD}")
 
 
 @contextlib.contextmanager

@@ -17,12 +17,12 @@ import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from jaxckpt._core.pool import Pool
 from jaxckpt._disk.checksums import units_of
 from jaxckpt.format import names, ocdbt
 from jaxckpt.format.arrays import (
@@ -177,14 +177,14 @@ class DataFiles:
         most, compressed = _MOST_THREADS, any(file.compressed for file in files)
         if compressed:
             threads, most = usable_cores(), _MOST_COMPRESSING
-        with ThreadPoolExecutor(
+        with Pool(
             max(1, min(threads, len(writes), most)),
             thread_name_prefix="jaxckpt-write",
             # Unless we run in the main thread, that thread may be training now. But threads of
             # TensorStore that begin now, to compress, would be slow for ever.
             initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
-            under_way = [_submit(pool, write) for write in writes]
+            under_way = [pool.submit(write) for write in writes]
             try:
                 for one in under_way:
                     one.result()
@@ -283,13 +283,3 @@ def give_way() -> None:
     if sys.platform == "linux":  # elsewhere, all threads of the process have the same niceness
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
-
-
-def _submit(pool: ThreadPoolExecutor, write: Callable[[], None]) -> Future[None]:
-    try:
-        return pool.submit(write)
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
-        done: Future[None] = Future()
-        write()
-        done.set_result(None)
-        return done

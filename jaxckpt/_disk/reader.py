@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from typing import Any, Final, TypeVar
 
 from jaxckpt._core.plan import count_chunks, plan_chunks
+from jaxckpt._core.pool import Pool
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values
 from jaxckpt._disk.damage import blame
@@ -78,11 +78,11 @@ def read_leaves(
     window_bytes = int(budget_bytes * _WINDOW)
     at_once = item.found.storage.reads_at_once
     threads = max(1, min(at_once, window_bytes // MAX_UNIT_BYTES))
-    executor = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-read")
+    pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
     try:
-        for batch in _batches(item, reads, executor, window_bytes):
+        for batch in _batches(item, reads, pool, window_bytes):
             cost = sum(
                 r.total_bytes + min(r.total_bytes, window_bytes) * (1 if r.is_plain else 2)
                 for r in batch.reads
@@ -98,7 +98,7 @@ def read_leaves(
             yield from started[0][1].finish(failed, landed)
             started.popleft()
     finally:
-        executor.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
         # An error's traceback refers to the frames it passed, and they refer to the buffers.
         for _, batch in started:
             batch.drop()
@@ -147,7 +147,7 @@ def keys_here(item: Item) -> Mapping[str, Any]:
 
 
 def _batches(
-    item: Item, reads: Sequence[LeafRead], executor: Executor, window_bytes: int
+    item: Item, reads: Sequence[LeafRead], pool: Pool, window_bytes: int
 ) -> Iterator[_Batch]:
     """Chooses the reader of each leaf, and opens arrays a little ahead of their use."""
     try:
@@ -157,9 +157,9 @@ def _batches(
         may_group = places is not None or item.tensors is not None
         for group in grouped_reads(reads, min(BATCH_BYTES, window_bytes), may_group):
             if item.tensors is not None:
-                ahead.append(Tensors(item, group, executor))
+                ahead.append(Tensors(item, group, pool))
             elif places is not None and group[0].is_plain:
-                ahead.append(Chunks(item, group, places, sums, executor))
+                ahead.append(Chunks(item, group, places, sums, pool))
             else:
                 reader = reader or reader_of(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))

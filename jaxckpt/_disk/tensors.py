@@ -7,7 +7,7 @@ import math
 import posixpath
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
+from jaxckpt._core.pool import Pool
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
@@ -133,9 +134,9 @@ class _Piece(NamedTuple):
 class Tensors:
     """Tensors that are read together, in pieces; adjacent whole tensors are one piece."""
 
-    def __init__(self, item: Item, reads: Sequence[LeafRead], executor: Executor) -> None:
+    def __init__(self, item: Item, reads: Sequence[LeafRead], pool: Pool) -> None:
         self.reads = reads
-        self._item, self._executor = item, executor
+        self._item, self._pool = item, pool
         self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
         self._failures: dict[int, OSError] = {}  # the first of each leaf, by `id` of its read
         self._under_way: list[Future[int]] = []
@@ -157,7 +158,7 @@ class Tensors:
                     alone = part.shape != tensor.shape or not piece.is_direct
                     (apart if alone else whole).append(piece)
         groups = chain(([piece] for piece in apart), adjacent(whole, after=0))
-        self._under_way = [self._executor.submit(self._fill, group) for group in groups]
+        self._under_way = [self._pool.submit(self._fill, group) for group in groups]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         """Waits for the reads, and yields the buffers of each good leaf."""

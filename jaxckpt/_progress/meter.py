@@ -45,7 +45,10 @@ class Meter:
             self._thread = threading.Thread(
                 target=self._report_on, name="jaxckpt-progress", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                self._thread = None
 
     def end(self) -> None:
         """Calls `on_progress` for the last time."""

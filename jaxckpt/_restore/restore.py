@@ -63,6 +63,7 @@ from jaxckpt.types import OnProgress, RestoreReport
 
 _logger = logging.getLogger("jaxckpt")
 
+_DAMAGED_OR_GONE: Final = CorruptCheckpoint, CheckpointNotFound
 _INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
 T = TypeVar("T")
@@ -305,7 +306,7 @@ def _read_together(
     name, problems, step = f"restore {source.where}/steps", [], source.step
     if step is not None:
         for path in lead(processes, name, source.steps, where=source.where, timeout_s=timeout_s):
-            result = attempt(partial(step, path), None)
+            result = attempt(partial(step, path), None, _DAMAGED_OR_GONE)
             if not isinstance(result, CheckpointError):
                 warn_skipped(source.where, problems, posixpath.basename(path))
                 return result
@@ -324,6 +325,7 @@ def _attempt(
     request: RestoreRequest,
     within: Callable[[Callable[[Found], _Read]], _Read],
     problem: Exception | None,
+    damage: type | tuple[type, ...] = CorruptCheckpoint,
 ) -> _Read | CheckpointError:
     """Reads in all processes; returns the error if only damage was in the way, else raises it.
 
@@ -340,7 +342,7 @@ def _attempt(
         met = ended.met
     except Exception as error:  # reported to the other processes, then raised
         problem = error
-    mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
+    mark = "damage" if isinstance(problem, damage) else ""
     item = None if read is None else read.opened
     found = item.found if isinstance(item, Item) else None
     token = found and (found.origin or found.path)  # other programs write no token

@@ -34,10 +34,11 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, final
 
-from jaxckpt._disk.commit import Claim, Files, commit_of, nested, remove_item, take_away
+from jaxckpt._disk.commit import Claim, Files, commit_of, take_away
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import choose_item
+from jaxckpt._disk.removal import nested, remove_item
 from jaxckpt._run.index import StepIndex, is_ours
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, SaveFailed, is_full

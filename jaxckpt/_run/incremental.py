@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import final
 
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.data_files import give_way
 from jaxckpt._run.root import Root
-from jaxckpt._save.snapshot import SaveItem, TreeItem
+from jaxckpt._save.snapshot import SaveItem, TreeItem, folder_of
 from jaxckpt._save.unchanged import Base, LinkFailed
 from jaxckpt._save.worker import is_ending
 from jaxckpt.errors import CheckpointError
@@ -57,18 +58,22 @@ class Incremental:
 
         If not, nothing is linked, and the next steps are whole.
         """
-        based = [item for item in items if isinstance(item, TreeItem) and item.has_base]
+        based = [
+            (item.changes, folder_of(item, work))
+            for item in items
+            if isinstance(item, TreeItem) and item.changes and item.changes.base is not None
+        ]
         storage, is_linked = root.index.storage, root is self._root or not based
         try:
-            for item in based if is_linked else ():
-                item.link(storage, work)
+            for changes, folder in based if is_linked else ():
+                changes.link(storage, folder)
         except (OSError, CheckpointError) as error:
             is_linked = False
             if isinstance(error, io.UnsupportedOperation):  # hard links are not supported
                 self._is_on = False
-            for item in based:
+            for changes, folder in based:
                 with contextlib.suppress(OSError, CheckpointError):
-                    item.unlink(storage, work)
+                    storage.delete_files([f"{folder}/{file}" for file in changes.files])
         if not is_linked:
             self.clear()
         return is_linked
@@ -80,10 +85,12 @@ class Incremental:
             return
         bases = {}
         for item in trees:
-            for text in item.mended(root.index.storage, path):
-                root.index.report(text)
-            if (base := item.base(path)) is not None:
-                bases[item.name] = base
+            if item.changes is not None:
+                folder = posixpath.join(path, item.name).rstrip("/")
+                for text in item.changes.mended(root.index.storage, folder):
+                    root.index.report(text)
+                if (base := item.changes.base_of_next(folder)) is not None:
+                    bases[item.name] = base
         self._bases = [*self._bases, bases][-self._most_bases :]
 
     def fail(self, error: BaseException | None) -> None:

@@ -11,12 +11,12 @@ import logging
 import posixpath
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, TypeVar
 
+from jaxckpt._core.pool import Pool
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import looks_committed, lost_record, read_facts, read_record
 from jaxckpt._disk.found import Found, check_sizes
@@ -499,7 +499,7 @@ def at_once(call: Callable[[T], U], values: Iterable[T], storage: Storage | None
             if time.monotonic() - began_s > _SLOW_S * max(len(found), _LEAST_TIMED):
                 break
             found.append(call(value))
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jaxckpt-look") as pool:
+    with Pool(_AT_ONCE, thread_name_prefix="jaxckpt-look") as pool:
         return [*found, *pool.map(call, values[len(found) :])]
 
 

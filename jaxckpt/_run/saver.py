@@ -253,29 +253,40 @@ class Saver:
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
         given = Given(step, state, items, metrics, dtype, custom_metadata)
         meter.watch(display(self._options.on_progress, self._processes.index))
-        problem = self._problem_of(partial(self._check_and_take, given, meter, errors), meter)
-        blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
-        self.ledger.add(blocked_s=blocked_s)
-        root, upload = self._root, None
+        try:
+            problem = self._problem_of(partial(self._check_and_take, given, meter, errors))
+            blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
+            self.ledger.add(blocked_s=blocked_s)
+            handle = self._begin(given, name, meter, problem, skips=bool(errors))
+        except BaseException:
+            meter.end()
+            raise
+        if is_last:
+            self._for_preemption = handle
+            self._explain_what_fits(step, handle.job.size_bytes)
+        if handle.job.request.problem is not None:
+            raise handle.job.request.problem
+        return handle
+
+    def _begin(
+        self, given: Given, name: str, meter: Meter, problem: Exception | None, *, skips: bool
+    ) -> SaveHandle:
+        """Lets the saving thread write what was taken, or report why that is not possible."""
+        step, root, upload = given.step, self._root, None
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, given, name)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)
         if problem is None and not self.incremental.link(given.taken, root, work):
-            problem = self._problem_of(partial(self._take, given, meter), meter)
+            problem = self._problem_of(partial(self._take, given, meter))
         self.comparisons.count(given.replicas)
         request = self._request(given, root, name, token, meter)
-        request = replace(request, problem=problem, skips=bool(errors))
+        request = replace(request, problem=problem, skips=skips)
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         trees = given.trees if self.incremental.storage else []
         saving = SavingStep(handle, root, upload, trees, given.numbers)
         handle.begin(partial(self._finish_step, saving))
-        if is_last:
-            self._for_preemption = handle
-            self._explain_what_fits(step, handle.job.size_bytes)
-        if problem is not None:
-            raise problem
         return handle
 
     def _check_and_take(self, given: Given, meter: Meter, errors: list[BaseException]) -> None:
@@ -309,13 +320,12 @@ class Saver:
             timeout_s=self._options.timeout_s,
         )
 
-    def _problem_of(self, do: Callable[[], None], meter: Meter) -> Exception | None:
+    def _problem_of(self, do: Callable[[], None]) -> Exception | None:
         """Returns the error of `do`, which the other processes hear before it is raised."""
         try:
             do()
-        except BaseException as error:
-            meter.end()
-            if self._processes.count == 1 or not isinstance(error, Exception):
+        except Exception as error:
+            if self._processes.count == 1:
                 raise
             return error
         return None

@@ -80,17 +80,15 @@ class SaveRequest:
         return self.group.job
 
 
-# The latest save of each path and process, until it has ended. The process is part of the key
-# because simulated processes share this module.
-_latest: dict[tuple[str, int], threading.Event] = {}
-_latest_lock = threading.Lock()  # guards _latest
-os.register_at_fork(after_in_child=_latest.clear)  # a forked child lacks the threads
+_queue: list[SaveJob] = []  # the saves of this process that have not ended, in order
+_queue_lock = threading.Lock()  # guards `_queue`
+os.register_at_fork(after_in_child=_queue.clear)  # a forked child lacks the threads
 
 
 def is_under_way(path: str) -> bool:
     """Returns whether this process is saving to a path or about to."""
-    with _latest_lock:
-        return any(path == saved for saved, _ in _latest)
+    with _queue_lock:
+        return any(path == job.request.path for job in _queue)
 
 
 @final
@@ -107,25 +105,24 @@ class SaveJob:
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
         self._parts: list[str] = []  # the items of which this process left a part
-        self._key = request.path, request.processes.index
         self._left = threading.Event()
-        self._before: threading.Event | None = None
-        self._is_queued = False
+        self._before: list[threading.Event] = []
 
     def queue(self) -> None:
         """Takes the turn among the saves to the path, unless it has one; `run` gives it back."""
-        with _latest_lock:
-            if not self._is_queued:
-                self._is_queued = True
-                self._before = _latest.get(self._key)
-                _latest[self._key] = self._left
+        with _queue_lock:
+            if self not in _queue:
+                self._before = [job._left for job in _queue if job._place() == self._place()]
+                _queue.append(self)
+
+    def _place(self) -> tuple[str, int]:
+        return self.request.path, self.request.processes.index  # simulated ones share `_queue`
 
     def leave(self) -> None:
         """Gives the turn back."""
         self._left.set()
-        with _latest_lock:
-            if _latest.get(self._key) is self._left:
-                del _latest[self._key]
+        with _queue_lock, contextlib.suppress(ValueError):
+            _queue.remove(self)
 
     def run(self) -> Timing:
         """Writes and commits; either all processes return or all raise."""
@@ -177,7 +174,7 @@ class SaveJob:
         request = self.request
         try:
             self.queue()
-            if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
+            if not all(earlier.wait(DEFAULT_TIMEOUT_S) for earlier in self._before):
                 warn(request.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield

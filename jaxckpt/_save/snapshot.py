@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.commit import Work
-from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
 from jaxckpt._disk.writer import NOTHING_REUSED, write_arrays
 from jaxckpt._save.replicas import Replicas
@@ -83,29 +82,12 @@ class TreeItem:
     manifest: bytes = b""  # of the database, if one process writes it
     tables: Sequence[Table] = ()  # of the chunks written; in a share, then of the held chunks
     changes: Changes | None = None  # since the step before; None if it does not matter
-    written: Written | None = None  # until the next save knows of it
     handler: str = step.PYTREE_HANDLER
 
     @property
     def size_bytes(self) -> int:
         """Returns the approximate size of the values in memory."""
         return self.tree.plan.total_bytes + self.tree.plan.held_bytes
-
-    @property
-    def has_base(self) -> bool:
-        """Returns whether it may refer to an earlier step."""
-        return self.changes is not None and self.changes.base is not None
-
-    def link(self, storage: Storage, work: Work) -> None:
-        """Links the unchanged files of an earlier step, before the values are released."""
-        if self.changes is not None:
-            self.changes.link(storage, folder_of(self, work))
-
-    def unlink(self, storage: Storage, work: Work) -> None:
-        """Removes the links."""
-        if self.changes is not None:
-            folder = folder_of(self, work)
-            storage.delete_files([f"{folder}/{file}" for file in self.changes.files])
 
     def arrive(self) -> None:
         """Waits until the values are on the host; raises if a copy failed."""
@@ -126,7 +108,7 @@ class TreeItem:
         name = partial(names.new_data_file, mark)
         written = write(writes=writes, describe=leads, reused=reused, name=name)
         if self.changes is not None:
-            self.written = written
+            self.changes.written = written
         self.manifest = written.manifest
         self.tables = [Table(written.places, writes.units, written.sums)]
         if group.part is not None:  # also held chunks that others write to the directory
@@ -137,18 +119,6 @@ class TreeItem:
     def part(self) -> bytes | None:
         """Returns the table of the chunks written, for process 0."""
         return encode_table(self.tables[0]) if self.tables and self.tables[0].places else None
-
-    def base(self, path: str) -> Base | None:
-        """Returns the base for the next save, once this save is committed at a path."""
-        if self.changes is None or self.written is None:
-            return None
-        return self.changes.base_of_next(posixpath.join(path, self.name), self.written)
-
-    def mended(self, storage: Storage, path: str) -> Iterator[str]:
-        """Mends damage found in earlier steps, once this save is committed at a path."""
-        if self.changes is not None and self.written is not None:
-            where = posixpath.join(path, self.name).rstrip("/")
-            yield from self.changes.mended(storage, where, self.written)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""

@@ -139,6 +139,7 @@ class Changes:
     files: dict[str, int] = field(default_factory=dict)
     mark: str = ""  # as in `names.part`: copies have it in their names
     prints: list[bytes | None] = field(default_factory=list)
+    written: Written | None = None  # the files of this step, with those linked or copied
 
     def link(self, storage: Storage, folder: str) -> None:
         """Links the files of unchanged shards into a new directory of a database.
@@ -238,12 +239,12 @@ class Changes:
                 "on, all is sent."
             ) from error
 
-    def mended(self, storage: Storage, folder: str, written: Written) -> Iterator[str]:
+    def mended(self, storage: Storage, folder: str) -> Iterator[str]:
         """Mends the damage that was found, once this step is committed; yields reports."""
-        if self.base is None:
+        if self.base is None or (written := self.written) is None:
             return
         first, *others = self.base.folders
-        for file, bad in self.base.bad.items():
+        for file, bad in [*self.base.bad.items()]:  # a read-back that hung may still add one
             good, done = f"{first}/{file}", [first]
             try:
                 left = mend(storage, file, bad, (first, self.base.written), (folder, written))
@@ -259,9 +260,9 @@ class Changes:
                 but = ", but for values that have changed since" if left else ""
                 yield f"{file} is mended in {', '.join(done)}{but}"
 
-    def base_of_next(self, folder: str, written: Written) -> Base | None:
+    def base_of_next(self, folder: str) -> Base | None:
         """Returns the base of a later save, once this save is committed."""
-        if not written.sizes:  # this process had nothing to write
+        if (written := self.written) is None or not written.sizes:  # there was nothing to write
             return None
         old = self.base
         trusted = dict.fromkeys(written.sizes, TRUSTED if self.copies else 0)

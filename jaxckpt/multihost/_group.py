@@ -76,10 +76,6 @@ class Group:
         return act(self, name, judge, where, timeout_s)
 
 
-def _nothing(_: list[Any]) -> None:
-    return None
-
-
 @contextlib.contextmanager
 def _one_leads(
     group: Group, name: str, judge: Judge | None, where: str, timeout_s: float

@@ -92,7 +92,8 @@ def test_each_damaged_chunk_is_found(ram_path, limits, layout):
     item = take_tree("s", tree, Single(), copy=True, zstd=zstd, storage=storage)
     item.arrive()
     item.write(storage, Work(path, ""), Group.together(Single()))
-    written, chunks, found = item.written, item.tree.writes.chunks, 0
+    assert item.changes is not None
+    written, chunks, found = item.changes.written, item.tree.writes.chunks, 0
     assert {c.stored.inner_shape is not None for c in chunks} >= {"inner" in layout}
 
     for file in {written.places[c.key].file for c in chunks}:

@@ -329,7 +329,7 @@ def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
         def save(storage, seed, world=world, acknowledged=acknowledged):
             job = world.job(storage, seed)
             job.queue()
-            job._before = None  # as in another process, which does not wait for it
+            job._before = []  # as in another process, which does not wait for it
             with contextlib.suppress(jaxckpt.CheckpointError):
                 job.run()
                 acknowledged.append(seed)
@@ -366,7 +366,7 @@ def test_a_save_that_stalls_removes_no_save_of_another(removes):
         def save(storage, seed, world=world, acknowledged=acknowledged):
             job = world.job(storage, seed)
             job.queue()
-            job._before = None  # as in another process, which does not wait for it
+            job._before = []  # as in another process, which does not wait for it
             with contextlib.suppress(jaxckpt.CheckpointError):
                 job.run()
                 acknowledged.append(seed)

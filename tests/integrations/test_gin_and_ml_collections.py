@@ -107,7 +107,8 @@ def test_gin_sets_the_local_place(configured, ram_path):
 
     with configured.CheckpointManager() as manager:
         for step in (1, 2):
-            manager.save(step, {"w": step}).durable()
+            manager.save(step, {"w": step})
+        manager.wait_until_finished()  # also until the local steps not kept are deleted
         assert manager.tiers == {"local": [2], "durable": [1, 2], "waiting": []}
         assert manager._tiers.uploader.timeout_s == 900
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -482,3 +483,45 @@ def test_the_path_is_free_when_the_last_call_of_on_progress_is_made(tmp_path):
     jaxckpt.save(tmp_path / "a", {"w": np.ones(3)}, on_progress=on_progress)
 
     assert seen == [False]
+
+
+def test_a_save_that_cannot_begin_is_reported_no_more(tmp_path):
+    """Process 1 waits in vain for where process 0 saves."""
+    last, both = threading.Event(), threading.Barrier(2)
+
+    def run(processes):
+        both.wait()
+        manager = jaxckpt.CheckpointManager(
+            tmp_path / "run",
+            local=tmp_path / "local",
+            timeout_s=4.0,
+            on_progress=lambda progress: last.set() if progress.ended else None,
+        )
+        if processes.index == 1:
+            with pytest.raises(jaxckpt.CheckpointTimeout):
+                manager.save(1, {"n": 1})
+
+    simulate(2, run)
+
+    assert last.wait(10)
+
+
+def test_a_function_of_atexit_saves_and_restores_with_on_progress(tmp_path):
+    """No thread starts then; the work is done in the calling one."""
+    values = np.arange(3.0)
+    safetensors.numpy.save_file({"w": values}, tmp_path / "a.safetensors")
+    script = f"""
+import atexit, jaxckpt
+def last_words():
+    tree = jaxckpt.restore(path, as_numpy=True, on_progress=print)
+    jaxckpt.save({str(tmp_path / "x")!r}, tree, on_progress=print)
+path = {str(tmp_path / "a.safetensors")!r}
+jaxckpt.restore(path)  # imports what makes threads
+atexit.register(last_words)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (jaxckpt.restore(tmp_path / "x")["w"] == values).all()

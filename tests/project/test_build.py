@@ -21,6 +21,7 @@ BELOW_DROP_IN = {
     "jaxckpt._disk.find",
     "jaxckpt._disk.found",
     "jaxckpt._disk.commit",
+    "jaxckpt._disk.removal",
     "jaxckpt._inspect.open",
     "jaxckpt._run.index",
     "jaxckpt._run.items",

@@ -914,6 +914,19 @@ def test_a_target_that_does_not_fit_is_no_reason_to_go_back(run):
         jaxckpt.restore(run, {"w": np.zeros(1 << 17)})
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_without_the_item_is_no_reason_to_go_back(run, count):
+    """The step before has it, which is older."""
+    for step, item in ((4, "ema"), (5, "state")):
+        jaxckpt.save(run / str(step), {"w": np.zeros(1)}, item=item)
+
+    def restore(_):
+        with pytest.raises(jaxckpt.CheckpointNotFound, match="ema"):
+            jaxckpt.restore(run, item="ema")
+
+    simulate(count, restore)
+
+
 def test_the_other_items_of_a_step_restore_when_one_is_gone(tmp_path):
     """The missing item is named when it is wanted, and how to complete its removal."""
     with jaxckpt.CheckpointManager(tmp_path) as manager:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxckpt
 from jaxckpt import CheckpointTimeout, SaveFailed, StepExists, UnsupportedLeaf
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.job import is_under_way
+from jaxckpt._save.job import SaveJob, is_under_way
 from jaxckpt._save.save import prepare, start
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
@@ -108,6 +108,24 @@ def test_a_wait_may_end_before_the_save(tmp_path):
 
     assert "committed" in repr(handle)
     assert jaxckpt.restore(tmp_path / "a") == {"n": 1}
+
+
+def test_a_save_taken_back_lets_no_save_overtake_the_one_before(tmp_path):
+    """An interrupt ends the wait of the second; the third waits for the first."""
+    gate = Gate()
+    requests = [prepare(tmp_path / "a", {"n": n}, True, None, copy=True) for n in range(3)]
+    first = start(replace(requests[0], storage=gate))
+    second = SaveJob(requests[1])
+    second.queue()
+    second.leave()
+    assert is_under_way(first.path)
+    third = start(requests[2])
+
+    with pytest.raises(CheckpointTimeout):
+        third.result(timeout_s=0.5)
+    gate.open.set()
+    third.result()
+    assert jaxckpt.restore(tmp_path / "a") == {"n": 2}
 
 
 def test_saves_of_one_path_at_once(tmp_path):

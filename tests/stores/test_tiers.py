@@ -31,6 +31,7 @@ def test_a_step_goes_to_the_store_and_comes_back_on_another_host(place, tmp_path
     with CheckpointManager(url, local=tmp_path / "a", keep=LAST) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).durable()
+        manager.wait_until_finished()
         assert manager.tiers == {"local": [2, 3], "durable": [2, 3], "waiting": []}
 
     with CheckpointManager(url, local=tmp_path / "b", keep=LAST) as manager:

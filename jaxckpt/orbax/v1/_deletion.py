@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxckpt._disk.commit import commit_of, remove_item
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.removal import remove_item
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import PathLike, found_checkpoint, item_names
