@@ -57,15 +57,13 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to unite the tables of all processes, in total and per key."""
     from jaxckpt._disk.commit import Work
-    from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
+    from jaxckpt._disk.places import Table, decode_table, encode_table, unite
     from jaxckpt.format import names
     from jaxckpt.format.ocdbt import Place
-    from jaxckpt.format.tree import StoredArray
     from jaxckpt.storage import LocalStorage
 
     samples = {}
     for count in counts:
-        one = StoredArray(shape=(count, _BYTES), dtype="int8", chunk_shape=(1, _BYTES))
         described = {f"leaf_{key:05d}/zarr.json": b"{}" for key in range(keys)}
         tables = []
         for i in range(count):  # each process writes one chunk of each array
@@ -77,8 +75,7 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
         with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
             start = time.perf_counter()
             decoded = [decode_table(table) for table in tables]
-            sums_of(decoded, [one] * keys)
-            unite(LocalStorage(), folder, decoded, [one] * keys, Work(folder, ""))
+            unite(LocalStorage(), folder, decoded, count * keys, Work(folder, ""))
             seconds = time.perf_counter() - start
         samples[count] = {
             "merge": seconds,

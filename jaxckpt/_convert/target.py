@@ -16,14 +16,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from jaxckpt._convert.source import Leaves, Tile, Values, read_with_parts
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
 from jaxckpt._disk.found import key_folder
+from jaxckpt._disk.places import last_files
 from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
@@ -296,10 +295,8 @@ class _Writer:
         if not self._has_database:
             return {}
         assert len(self._units) == self._count  # each chunk was put
-        table = np.zeros(self._count, "<u4")
-        table[self._units] = self._sums
-        manifest = self._files.write().manifest
-        return {names.CHUNK_SUMS: table.tobytes(), names.OCDBT_MANIFEST: manifest}
+        table = self._files.write(self._units)
+        return last_files([table], self._count, table.manifest)
 
 
 # --- metadata --------------------------------------------------------------------------------

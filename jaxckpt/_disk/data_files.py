@@ -16,7 +16,7 @@ import os
 import posixpath
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxckpt._core.pool import Pool
 from jaxckpt._disk.checksums import units_of
+from jaxckpt._disk.places import Table
 from jaxckpt.format import names, ocdbt
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -49,16 +50,6 @@ _UPLOADS: Final = 4  # of files at a time, each in a few parts of 8 MiB at a tim
 _NICENESS: Final = 10  # against 0, the weight of a thread is a tenth: setpriority(2)
 
 Values = np.ndarray[Any, Any]
-
-
-class Written(NamedTuple):
-    """The chunks that a process wrote, or the whole database."""
-
-    sums: list[int]  # the checksums of chunks
-    # Each value or its place, and the size in bytes of each file.
-    places: Mapping[str, bytes | Place] = {}
-    sizes: Mapping[str, int] = {}
-    manifest: bytes = b""  # still to be stored; empty if the database was not written
 
 
 class Chunk(NamedTuple):
@@ -107,11 +98,11 @@ class DataFiles:
         self._open: dict[tuple[bool, bool], _DataFile] = {}  # to which values are added
         self._sizes: dict[str, int] = {}  # of written and linked files, by name
 
-    def reuse(self, key: str, written: Written) -> None:
+    def reuse(self, key: str, table: Table) -> None:
         """Adds a value of another database, whose file is linked here."""
-        place = self._places[key] = written.places[key]
+        place = self._places[key] = table.places[key]
         if isinstance(place, Place):
-            self._sizes[place.file] = written.sizes[place.file]
+            self._sizes[place.file] = table.sizes[place.file]
 
     def put(self, key: str, data: bytes, *, apart: bool = False) -> None:
         """Adds a value, like `put_chunk`."""
@@ -151,11 +142,11 @@ class DataFiles:
         self._open.clear()
         self._write(files)
 
-    def write(self, *, is_whole: bool = True) -> Written:
+    def write(self, units: Sequence[int] = (), *, is_whole: bool = True) -> Table:
         """Writes everything durably, with the nodes of the database if that is whole."""
         if not is_whole:
             self.flush()
-            return Written(self._sums, self._places, self._sizes)
+            return Table(self._places, units, self._sums, self._sizes)
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks: if their file is lost, the nodes still list the lost chunks.
@@ -166,7 +157,7 @@ class DataFiles:
         last.parts.append(nodes)
         last.size += len(nodes)
         self._write(self._files)
-        return Written(self._sums, self._places, self._sizes, manifest)
+        return Table(self._places, units, self._sums, self._sizes, manifest)
 
     def _write(self, files: Sequence[_DataFile]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:

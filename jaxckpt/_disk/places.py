@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.commit import Work
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_database, encode_leaves
+from jaxckpt.format.step import FileFacts
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import Storage
 
@@ -28,11 +28,14 @@ _NUMBER: Final = np.dtype("<u4")
 
 
 class Table(NamedTuple):
-    """The part of a database that a process wrote."""
+    """The part of a database that a process wrote, or all of it."""
 
     places: Mapping[str, bytes | Place]  # each value or its place, by key
     units: Sequence[int] = ()  # the numbers of chunks and inner chunks; see `checksums`
     sums: Sequence[int] = ()  # their checksums
+    # Known to the process that wrote them.
+    sizes: Mapping[str, int] = {}  # of the files, in bytes
+    manifest: bytes = b""  # of the whole database, still to be stored
 
     def files(self) -> list[str]:
         """Returns the files that have values."""
@@ -44,7 +47,8 @@ class Table(NamedTuple):
             key: place if isinstance(place, bytes) else place._replace(file=to[place.file])
             for key, place in self.places.items()
         }
-        return self._replace(places=places)
+        sizes = {to[file]: size for file, size in self.sizes.items()}
+        return self._replace(places=places, sizes=sizes)
 
 
 def encode_table(table: Table) -> bytes:
@@ -62,29 +66,25 @@ def decode_table(data: bytes) -> Table:
     return Table(places, units, found)
 
 
-def sums_of(tables: Sequence[Table], stored: Sequence[StoredArray]) -> bytes:
-    """Returns the file of checksums; a chunk that is in no table has the checksum 0."""
-    sums = np.zeros([*starts_of(stored)][-1], _NUMBER)
+def last_files(tables: Sequence[Table], count: int, manifest: bytes) -> dict[str, bytes]:
+    """Returns the files that complete a database; see `unite`."""
+    sums = np.zeros(count, _NUMBER)
     for table in tables:
         sums[np.array(table.units, np.int64)] = table.sums
-    return sums.tobytes()
+    return {names.CHUNK_SUMS: sums.tobytes(), names.OCDBT_MANIFEST: manifest}
 
 
 def unite(
-    storage: Storage,
-    item: str,
-    tables: Sequence[Table],
-    stored: Sequence[StoredArray],
-    work: Work,
-) -> tuple[bytes, dict[str, int]]:
+    storage: Storage, item: str, tables: Sequence[Table], count: int, work: Work
+) -> tuple[dict[str, bytes], dict[str, FileFacts]]:
     """Writes the nodes of the database of all tables; see `check_complete`.
 
     Args:
         item: Its directory.
-        stored: All arrays.
+        count: The number of chunks and inner chunks; one in no table has the checksum 0.
 
     Returns:
-        The manifest, still to be stored, and the least size of each file that has values.
+        The files still to be stored, and facts about each file that has values.
     """
     places = {key: place for table in tables for key, place in table.places.items()}
     sizes: dict[str, int] = {}
@@ -96,7 +96,8 @@ def unite(
     nodes, manifest = encode_database(places, file)
     storage.make_dir(f"{item}/{names.OCDBT_DATA}")
     storage.write(f"{item}/{file}", nodes)
-    return manifest, sizes
+    facts = {file: FileFacts(size=size) for file, size in sizes.items()}  # at least
+    return last_files(tables, count, manifest), facts
 
 
 def check_complete(item: str, tables: Sequence[Table], stored: Sequence[StoredArray]) -> None:

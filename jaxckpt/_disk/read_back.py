@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.data_files import Written
+from jaxckpt._disk.places import Table
 from jaxckpt._disk.writer import ChunkWrite
 from jaxckpt.format.arrays import CRC_BYTES, checksum, decode_index, index_bytes
 from jaxckpt.format.ocdbt import Place
@@ -35,7 +35,7 @@ def damaged_chunks(
     storage: Storage,
     folder: str,
     file: str,
-    written: Written,
+    written: Table,
     chunks: Sequence[ChunkWrite],
     goes_on: Callable[[], bool] = lambda: True,
 ) -> list[ChunkWrite]:
@@ -100,8 +100,8 @@ def mend(
     storage: Storage,
     file: str,
     bad: Sequence[ChunkWrite],
-    old: tuple[str, Written],
-    new: tuple[str, Written],
+    old: tuple[str, Table],
+    new: tuple[str, Table],
 ) -> list[ChunkWrite]:
     """Writes a damaged file again, with its bad chunks as a newer step has them.
 

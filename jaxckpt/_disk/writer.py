@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt._disk.checksums import starts_of, units_in
-from jaxckpt._disk.data_files import Chunk, DataFiles, Written
+from jaxckpt._disk.data_files import Chunk, DataFiles
+from jaxckpt._disk.places import Table
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
@@ -65,7 +66,7 @@ class Reused(NamedTuple):
 
     sources: Container[int] = ()
     apart: Container[int] = ()  # written into other files anyway, for the next step
-    written: Written = Written([])  # of the earlier step
+    table: Table = Table({})  # of the earlier step
 
 
 NOTHING_REUSED: Final = Reused()
@@ -142,7 +143,7 @@ def write_arrays(
     is_whole: bool = True,
     name: Callable[[], str] = names.new_data_file,
     landed: Callable[[int], object] = int,
-) -> Written:
+) -> Table:
     """Writes this process's chunks; they are on disk when it returns.
 
     None of them can be read before the manifest is stored.
@@ -156,19 +157,19 @@ def write_arrays(
         name, landed: See `DataFiles`.
 
     Returns:
-        The chunks written, with the checksum of each of `writes.units`.
+        The chunks written; with those that are reused, and their checksums.
     """
     described = writes.described if describe else ()
     if not (writes.chunks or described):
-        return Written([])
+        return Table({})
     sums = [0] * len(writes.units)
     files = DataFiles(storage, folder, sums, name, landed)
     for key, data in described:
         files.put(key, data)
     for key, stored, direct, source, part, at in writes.chunks:
         if source in reused.sources:
-            sums[at] = reused.written.sums[at]
-            files.reuse(key, reused.written)
+            sums[at] = reused.table.sums[at]
+            files.reuse(key, reused.table)
             continue
         apart = source in reused.apart
         values = snapshot[source] if part is None else snapshot[source][part]
@@ -178,4 +179,4 @@ def write_arrays(
             files.put(key, data, apart=apart)
         else:
             files.put_chunk(Chunk(key, stored, values, at.start), apart=apart)
-    return files.write(is_whole=is_whole)
+    return files.write(writes.units, is_whole=is_whole)

@@ -378,7 +378,9 @@ class Coverage:
         for item, described in self._outline.tables.items():
             mine = {key: entry for (one, key), entry in entries.items() if one == item}
             folder = posixpath.join(work.path, item).rstrip("/")
-            table = Table({**described.places, **{key: one.place for key, one in mine.items()}})
+            places = {**described.places, **{key: one.place for key, one in mine.items()}}
+            units = [unit for one in mine.values() for unit in one.units]
+            table = Table(places, units, [n for one in mine.values() for n in one.sums])
             for source, file in {
                 (entry.folder, entry.place.file)
                 for entry in mine.values()
@@ -387,12 +389,8 @@ class Coverage:
                 storage.make_dir(posixpath.dirname(f"{folder}/{file}"))
                 if storage.kind(f"{folder}/{file}") is None:
                     storage.link(f"{source}/{file}", f"{folder}/{file}")
-            sums = np.zeros(self._outline.sums[item], "<u4")
-            for entry in mine.values():
-                sums[[*entry.units]] = entry.sums
-            files[posixpath.join(item, names.CHUNK_SUMS)] = sums.tobytes()
-            manifest, _ = unite(storage, folder, [table], [], work)
-            files[posixpath.join(item, names.OCDBT_MANIFEST)] = manifest
+            united, _ = unite(storage, folder, [table], self._outline.sums[item], work)
+            files |= {posixpath.join(item, file): data for file, data in united.items()}
         for (item, file), entry in entries.items():
             if item is None:
                 assert isinstance(entry.place, bytes)

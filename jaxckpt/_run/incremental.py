@@ -86,10 +86,10 @@ class Incremental:
         bases = {}
         for item in trees:
             if item.changes is not None:
-                folder = posixpath.join(path, item.name).rstrip("/")
-                for text in item.changes.mended(root.index.storage, folder):
+                here = posixpath.join(path, item.name).rstrip("/"), item.tables[0]
+                for text in item.changes.mended(root.index.storage, *here):
                     root.index.report(text)
-                if (base := item.changes.base_of_next(folder)) is not None:
+                if (base := item.changes.base_of_next(*here)) is not None:
                     bases[item.name] = base
         self._bases = [*self._bases, bases][-self._most_bases :]
 

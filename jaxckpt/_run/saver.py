@@ -280,8 +280,7 @@ class Saver:
         if problem is None and not self.incremental.link(given.taken, root, work):
             problem = self._problem_of(partial(self._take, given, meter))
         self.comparisons.count(given.replicas)
-        request = self._request(given, root, name, token, meter)
-        request = replace(request, problem=problem, skips=skips)
+        request = self._request(given, root, name, token, meter, problem=problem, skips=skips)
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         trees = given.trees if self.incremental.storage else []
@@ -297,7 +296,7 @@ class Saver:
         self._take(given, meter)
 
     def _request(
-        self, given: Given, root: Root, name: str, token: str, meter: Meter
+        self, given: Given, root: Root, name: str, token: str, meter: Meter, **options: Any
     ) -> SaveRequest:
         step, index = given.step, root.index
         known = step if root.counts(step, self.position.floor) else None
@@ -318,6 +317,7 @@ class Saver:
             life=self.position.life(name),
             replicas=given.replicas,
             timeout_s=self._options.timeout_s,
+            **options,
         )
 
     def _problem_of(self, do: Callable[[], None]) -> Exception | None:

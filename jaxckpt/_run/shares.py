@@ -23,13 +23,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.checksums import units_by_key
+from jaxckpt._disk.checksums import starts_of, units_by_key
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
@@ -209,10 +209,9 @@ class Part:
             stored = [*_stored(self.found, item).values()]
             folder = posixpath.join(self.work.path, item)
             check_complete(folder, tables, stored)
-            manifest, sizes = unite(storage, folder, tables, stored, self.work)
-            files[posixpath.join(item, names.CHUNK_SUMS)] = sums_of(tables, stored)
-            files[posixpath.join(item, names.OCDBT_MANIFEST)] = manifest
-            facts = {file: FileFacts(size=size) for file, size in sizes.items()}
+            *_, chunks = starts_of(stored)
+            united, facts = unite(storage, folder, tables, chunks, self.work)
+            files |= {posixpath.join(item, file): data for file, data in united.items()}
             known = {posixpath.join(item, file): one for file, one in facts.items()} | known
         return files, known
 

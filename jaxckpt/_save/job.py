@@ -105,6 +105,7 @@ class SaveJob:
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
         self._parts: list[str] = []  # the items of which this process left a part
+        self._key = request.path, request.processes.index  # simulated processes share `_queue`
         self._left = threading.Event()
         self._before: list[threading.Event] = []
 
@@ -112,11 +113,8 @@ class SaveJob:
         """Takes the turn among the saves to the path, unless it has one; `run` gives it back."""
         with _queue_lock:
             if self not in _queue:
-                self._before = [job._left for job in _queue if job._place() == self._place()]
+                self._before = [job._left for job in _queue if job._key == self._key]
                 _queue.append(self)
-
-    def _place(self) -> tuple[str, int]:
-        return self.request.path, self.request.processes.index  # simulated ones share `_queue`
 
     def leave(self) -> None:
         """Gives the turn back."""

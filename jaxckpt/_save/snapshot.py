@@ -15,8 +15,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxckpt._core.transfer import arrived, stage
+from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.commit import Work
-from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import (
+    Table,
+    check_complete,
+    decode_table,
+    encode_table,
+    last_files,
+    unite,
+)
 from jaxckpt._disk.writer import NOTHING_REUSED, write_arrays
 from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
@@ -79,7 +87,6 @@ class TreeItem:
     name: str  # "" if it lies directly in the checkpoint's directory
     tree: TreePlan
     snapshot: Sequence[Any] | None  # the values that `stage` took of `tree.sources`, until written
-    manifest: bytes = b""  # of the database, if one process writes it
     tables: Sequence[Table] = ()  # of the chunks written; in a share, then of the held chunks
     changes: Changes | None = None  # since the step before; None if it does not matter
     handler: str = step.PYTREE_HANDLER
@@ -106,15 +113,11 @@ class TreeItem:
         options = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
         write = partial(write_arrays, storage, folder, **options)
         name = partial(names.new_data_file, mark)
-        written = write(writes=writes, describe=leads, reused=reused, name=name)
-        if self.changes is not None:
-            self.changes.written = written
-        self.manifest = written.manifest
-        self.tables = [Table(written.places, writes.units, written.sums)]
+        self.tables = [write(writes=writes, describe=leads, reused=reused, name=name)]
         if group.part is not None:  # also held chunks that others write to the directory
             writes = self.tree.held
             held = write(writes=writes, describe=not leads, name=names.new_held_file)
-            self.tables = [*self.tables, Table(held.places, writes.units, held.sums)]
+            self.tables = [*self.tables, held]
 
     def part(self) -> bytes | None:
         """Returns the table of the chunks written, for process 0."""
@@ -153,13 +156,13 @@ class TreeItem:
         if not stored:
             return files, {}
         tables = [*self.tables, *map(decode_table, parts.values())]
-        files[names.CHUNK_SUMS] = sums_of(tables, stored)
-        files[names.OCDBT_MANIFEST], sizes = self.manifest, {}
-        if processes.count > 1:
-            if len(self.tables) == 1:  # else other disks have the rest
-                check_complete(item, tables, stored)
-            files[names.OCDBT_MANIFEST], sizes = unite(storage, item, tables, stored, work)
-        return files, {name: step.FileFacts(size=size) for name, size in sizes.items()}
+        *_, count = starts_of(stored)
+        if processes.count == 1:
+            return files | last_files(tables, count, tables[0].manifest), {}
+        if len(self.tables) == 1:  # else other disks have the rest
+            check_complete(item, tables, stored)
+        united, facts = unite(storage, item, tables, count, work)
+        return files | united, facts
 
 
 class SaveItem(Protocol):

@@ -32,7 +32,8 @@ from typing import Any, Final
 import jax
 
 from jaxckpt._core import fingerprint
-from jaxckpt._disk.data_files import COPIED_BYTES, Written
+from jaxckpt._disk.data_files import COPIED_BYTES
+from jaxckpt._disk.places import Table
 from jaxckpt._disk.read_back import (
     MOST_BYTES,
     TRUSTED,
@@ -67,7 +68,7 @@ class Base:
 
     tree: TreePlan
     folders: tuple[str, ...]  # of its database, then of databases whose files it shares
-    written: Written
+    written: Table
     arrays: Sequence[weakref.ref[jax.Array] | None]
     prints: Sequence[bytes | None]  # fingerprints of the source shards; None if not compared
     later: Collection[int]  # source shards whose fingerprints can be taken from now on
@@ -139,7 +140,6 @@ class Changes:
     files: dict[str, int] = field(default_factory=dict)
     mark: str = ""  # as in `names.part`: copies have it in their names
     prints: list[bytes | None] = field(default_factory=list)
-    written: Written | None = None  # the files of this step, with those linked or copied
 
     def link(self, storage: Storage, folder: str) -> None:
         """Links the files of unchanged shards into a new directory of a database.
@@ -193,20 +193,9 @@ class Changes:
                 self.link(storage, folder)
             except (OSError, CheckpointError):  # the values are here
                 self.linked = before
-        return Reused(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
-
-    def _renamed(self, written: Written) -> Written:
-        """Returns the description of the earlier step's files, under the names of the copies."""
-        if not self.mark:
-            return written
-        places = {
-            key: place._replace(file=names.data_file_of(place.file, self.mark))
-            if isinstance(place, Place)
-            else place
-            for key, place in written.places.items()
-        }
-        sizes = {names.data_file_of(file, self.mark): size for file, size in written.sizes.items()}
-        return written._replace(places=places, sizes=sizes)
+        to = {file: names.data_file_of(file, self.mark) for file in base.written.sizes}
+        table = base.written.renamed(to) if self.mark else base.written  # copies have other names
+        return Reused(self.linked, _true(self.same) - self.linked, table)
 
     def _check_links(self, storage: Storage, folder: str) -> None:
         """Raises SaveFailed if another process has cleared up the links, as the next job does."""
@@ -239,9 +228,9 @@ class Changes:
                 "on, all is sent."
             ) from error
 
-    def mended(self, storage: Storage, folder: str) -> Iterator[str]:
+    def mended(self, storage: Storage, folder: str, written: Table) -> Iterator[str]:
         """Mends the damage that was found, once this step is committed; yields reports."""
-        if self.base is None or (written := self.written) is None:
+        if self.base is None:
             return
         first, *others = self.base.folders
         for file, bad in [*self.base.bad.items()]:  # a read-back that hung may still add one
@@ -260,9 +249,9 @@ class Changes:
                 but = ", but for values that have changed since" if left else ""
                 yield f"{file} is mended in {', '.join(done)}{but}"
 
-    def base_of_next(self, folder: str) -> Base | None:
+    def base_of_next(self, folder: str, written: Table) -> Base | None:
         """Returns the base of a later save, once this save is committed."""
-        if (written := self.written) is None or not written.sizes:  # there was nothing to write
+        if not written.sizes:  # this process had nothing to write
             return None
         old = self.base
         trusted = dict.fromkeys(written.sizes, TRUSTED if self.copies else 0)

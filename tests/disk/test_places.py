@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt._disk.commit import Work
-from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, sums_of, unite
+from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
@@ -76,19 +76,22 @@ def test_tables_are_united_into_one_database(tmp_path, mark):
     two = tables_of_two(tmp_path, mark)
     work = Work(str(tmp_path), mark)
 
-    manifest, sizes = unite(LocalStorage(), str(tmp_path), two[::-1], ARRAYS, work)
+    files, facts = unite(LocalStorage(), str(tmp_path), two[::-1], 3, work)
 
-    (tmp_path / names.OCDBT_MANIFEST).write_bytes(manifest)
+    (tmp_path / names.OCDBT_MANIFEST).write_bytes(files[names.OCDBT_MANIFEST])
     both = two[0].places | two[1].places
     assert find_values(LocalStorage(), str(tmp_path)) == both
     reader = Reader(kvstore(str(tmp_path)), database=True)
     assert reader.keys() == sorted(both)
     wanted = [("a/c/0/0", None), ("a/c/1/0", None), ("b/c", None)]
     assert reader.values(wanted) == [b"\1" * 4, b"\2" * 4, b"\7"]
-    assert np.frombuffer(sums_of(two, ARRAYS), "<u4").tolist() == [10, 11, 12]
-    files = [two[i].places[f"a/c/{i}/0"].file for i in range(2)]
-    assert sizes == {files[0]: 4, files[1]: 5}
-    assert all(map(names.is_of_attempt, sizes)) == bool(mark)
+    assert np.frombuffer(files[names.CHUNK_SUMS], "<u4").tolist() == [10, 11, 12]
+    places = [two[i].places[f"a/c/{i}/0"] for i in range(2)]
+    assert {file: one.size for file, one in facts.items()} == {
+        places[0].file: 4,
+        places[1].file: 5,
+    }
+    assert all(map(names.is_of_attempt, facts)) == bool(mark)
 
 
 def test_a_value_that_nobody_wrote_is_noticed(tmp_path):
@@ -99,8 +102,8 @@ def test_a_value_that_nobody_wrote_is_noticed(tmp_path):
     with pytest.raises(SaveFailed, match="no process wrote 1 of the 6 values"):
         check_complete(str(tmp_path), [one], ARRAYS)
 
-    _, sizes = unite(LocalStorage(), str(tmp_path), [one], ARRAYS, work)
-    assert len(sizes) == 1
+    _, facts = unite(LocalStorage(), str(tmp_path), [one], 3, work)
+    assert len(facts) == 1
 
 
 def test_names_of_an_attempt_are_known():

@@ -92,8 +92,7 @@ def test_each_damaged_chunk_is_found(ram_path, limits, layout):
     item = take_tree("s", tree, Single(), copy=True, zstd=zstd, storage=storage)
     item.arrive()
     item.write(storage, Work(path, ""), Group.together(Single()))
-    assert item.changes is not None
-    written, chunks, found = item.changes.written, item.tree.writes.chunks, 0
+    written, chunks, found = item.tables[0], item.tree.writes.chunks, 0
     assert {c.stored.inner_shape is not None for c in chunks} >= {"inner" in layout}
 
     for file in {written.places[c.key].file for c in chunks}:

@@ -455,9 +455,9 @@ def hold_writes(monkeypatch):
     """Lets the next saves write their values only once the returned event is set."""
     gate, write = threading.Event(), DataFiles.write
 
-    def waits(self, **options):
+    def waits(self, *args, **options):
         assert gate.wait(60)
-        return write(self, **options)
+        return write(self, *args, **options)
 
     monkeypatch.setattr(DataFiles, "write", waits)
     return gate

@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt._core.box import whole
 from jaxckpt._core.plan import SavePlan, plan_save
 from jaxckpt._disk.chunks import LeafRead, adjacent, units_read
-from jaxckpt._disk.data_files import Written
+from jaxckpt._disk.places import Table
 from jaxckpt._disk.reader import BATCH_BYTES, grouped_reads
 from jaxckpt._disk.writer import plan_writes, write_arrays
 from jaxckpt._restore.carry import carriers_of
@@ -119,7 +119,7 @@ class _Counting:
         del path, data
 
 
-def _written(tree: PlannedTree, plan: SavePlan, process: int, *, held: bool = False) -> Written:
+def _written(tree: PlannedTree, plan: SavePlan, process: int, *, held: bool = False) -> Table:
     """Returns what a process writes of a plan: files with their sizes, and places."""
     shards = {(write.array, write.shard): 0 for write in plan.writes}
     sources = {shard: i for i, shard in enumerate(shards)}
@@ -141,7 +141,7 @@ def _written(tree: PlannedTree, plan: SavePlan, process: int, *, held: bool = Fa
     )
 
 
-def _load_of(written: Written) -> Load:
+def _load_of(written: Table) -> Load:
     return Load(bytes=sum(written.sizes.values()), requests=len(written.sizes))
 
 
