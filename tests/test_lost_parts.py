@@ -18,9 +18,11 @@ from jaxckpt import (
     LocalTier,
     TreeMismatch,
 )
+from jaxckpt._run.heal import heal
 from jaxckpt._run.index import StepIndex
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.testing import WatchedStorage
 from tests.commandline import cli, said_json
 from tests.run.test_tiers import damage
 
@@ -305,6 +307,20 @@ def test_heal_mends_all_steps_that_share_a_bad_file(sharing):
     assert (code, found["failed"]) == (0, {})
     assert sorted(map(int, found["mended"])) == bad
     assert len({*map(tuple, found["mended"].values())}) == 1
+
+
+def test_no_file_is_away_while_it_is_mended(sharing):
+    """A kill at any moment leaves each file as damaged as it was, or mended."""
+    local, run, bad = sharing
+    files = [file for file in local.glob("*/state/d/*") if file.stat().st_size > SIZE]
+
+    def before(verb, path):
+        assert all(file.exists() for file in files), (verb, path)
+
+    index = StepIndex(WatchedStorage(LocalStorage(), before), str(local), quiet=True)
+    heal(index, StepIndex(LocalStorage(), str(run), quiet=True), 4, int)
+
+    assert all(jaxckpt.verify(local / str(step)).ok for step in bad)
 
 
 # --- an item that was removed ----------------------------------------------------------------

@@ -35,6 +35,7 @@ of that file may be deleting our files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import posixpath
@@ -317,7 +318,9 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     except io.UnsupportedOperation:  # `begin` then raises an error that explains it
         return None
     if transaction.hold is None:
-        raise SaveFailed(f"{path}: another process is writing the same copy, or died just now")
+        busy = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), writer)
+        text = f"{path}: another process is writing the same copy, or died just now"
+        raise SaveFailed(text) from busy  # a later try may succeed
     return transaction
 
 

@@ -32,7 +32,7 @@ from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.disks import Disk, read_entry
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
-from jaxckpt._run.upload import contents_of, is_bad, same_bytes, upload_token
+from jaxckpt._run.upload import contents_of, mend_others, same_bytes, upload_token
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.ocdbt import Place
@@ -114,7 +114,7 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int, check: Check) -
         for name in files:
             check()
             if _put_chunks(find(ours.storage, ours.path), theirs, name):
-                _link_to_others(bad, step, name)
+                _mend_others(bad, step, name)
         replaced += files
         bad.forget(step)
     return replaced
@@ -152,7 +152,7 @@ def _replace_bad(
         replaced.append(name)
         bad.forget(step)
         if names.is_data_file(name):
-            _link_to_others(bad, step, name)
+            _mend_others(bad, step, name)
     return replaced, problem
 
 
@@ -181,26 +181,11 @@ def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
     return about.init_ns is not None and about.init_ns == theirs.metadata.init_ns
 
 
-def _link_to_others(run: StepIndex, number: int, name: str) -> None:
+def _mend_others(run: StepIndex, number: int, name: str) -> None:
     """Puts a mended file of values into the other steps that have a bad file of its name."""
-    if run.storage.server_copies:  # in a store, each step has files of its own
-        return
-    storage, mended = run.storage, f"{run.path(number)}/{name}"
-    size = storage.size(mended)
-    for other in run.listing().steps:
-        path = run.path(other)
-        file = f"{path}/{name}"
-        if other == number or storage.kind(file) != "file":
-            continue
-        both = pieces(storage, mended, size), pieces(storage, file, size)
-        if storage.size(file) == size and same_bytes(*both):
-            continue
-        if is_bad(storage, file, name):
-            storage.delete_files([file])
-            storage.link(mended, file)
-            storage.sync(posixpath.dirname(file))
-            run.forget(other)
-            run.report(f"{file} was as damaged as {mended}, and is a link to the mended file now")
+    if not run.storage.server_copies:  # in a store, each step has files of its own
+        others = [step for step in run.listing().steps if step != number]
+        mend_others(run, f"{run.path(number)}/{name}", name, others)
 
 
 def _different(path: str, theirs: Found) -> SaveFailed:

@@ -104,7 +104,8 @@ class StepIndex:
     @property
     def seen(self) -> Collection[str]:
         """Returns the entries of the root when a small run in a store was last listed, or none."""
-        return () if self._all is None else self._all.entries(self.root)
+        view = self._all  # another thread may list the root again
+        return () if view is None else view.entries(self.root)
 
     def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
         """Lists the root and finds its steps by their names.
@@ -211,12 +212,10 @@ class StepIndex:
 
     def view(self, name: str) -> Storage:
         """Returns a view of a step, which lists it once until the root is listed again."""
-        if self._all is not None:
-            return self._all
-        if name not in self._views:
-            path = f"{self.root}/{name}"
-            self._views[name] = whole(self.storage, path) or self.storage
-        return self._views[name]
+        found = self._all or self._views.get(name)
+        if found is None:
+            found = self._views[name] = whole(self.storage, f"{self.root}/{name}") or self.storage
+        return found
 
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
@@ -258,7 +257,7 @@ class StepIndex:
             steps = self.steps()
             self._is_known = self.owned
             return steps
-        numbered = map((self.naming or StepNames()).step, self._committed)
+        numbered = map((self.naming or StepNames()).step, [*self._committed])
         return sorted(n for n in numbered if n is not None and n not in self.astray)
 
     def are_there(self, entries: Collection[str]) -> bool:

@@ -404,7 +404,7 @@ class CheckpointManager:
         self._begin_call()
         start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
-        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, start_s, goes_on=step == "latest")
 
     def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
@@ -417,7 +417,9 @@ class CheckpointManager:
     ) -> StateReading:
         check_type("restore", "items", items, Mapping | None, "a dict of objects by name")
         objects = dict(items or {})
-        return StateReading(self._processes, self._item, like, objects, request)
+        return StateReading(
+            processes=self._processes, item=self._item, like=like, objects=objects, request=request
+        )
 
     def _go_on(
         self, found: tuple[int, int, Any], reading: _Reading, start_s: float, *, goes_on: bool
@@ -425,7 +427,8 @@ class CheckpointManager:
         """Sets the states of objects, and continues from the step that was read, if wanted."""
         first, self.restored_step, state = found
         for root in self._roots:
-            root.owner.seen = max(root.owner.seen, self.restored_step)
+            if not root.owner.is_guest or self.restored_step in (root.known_steps() or ()):
+                root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
         self._saver.comparisons.ask()
         if isinstance(reading, StateReading):
@@ -439,6 +442,8 @@ class CheckpointManager:
             newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
+        elif self.mode == "w" and goes_on and self._saver.is_behind(self.restored_step):
+            self._saver.went_back(self.restored_step, good=self.restored_step)
         return state
 
     def restore_or(
@@ -477,7 +482,8 @@ class CheckpointManager:
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
         try:
-            found = self._resume.first_whole("latest", reading.of, fallback=fallback, copies=steps)
+            read = reading.read
+            found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
             return init(), 0
@@ -510,7 +516,7 @@ class CheckpointManager:
             request=self._request({}),
         )
         start_s = time.monotonic()
-        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, start_s, goes_on=step == "latest")
 
     # --- listing steps ---------------------------------------------------------------------------

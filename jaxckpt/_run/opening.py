@@ -81,13 +81,17 @@ class Opening:
                     begin = self._begin if reach is None else partial(self._begin_or_go_on, reach)
                     led.value = {"session": secrets.token_hex(8), **begin(metadata)}
         except BaseException:
-            self.ended = "it could not open the run"  # the next manager does not wait for it
-            self._owner.close()
+            self.fail()
             raise
         opened, self._saves = led.value, saves
         if opened["naming"] is not None:
             index.naming = StepNames(**opened["naming"])
         return opened
+
+    def fail(self) -> None:
+        """Releases a run that cannot be used: the next manager does not wait for this one."""
+        self.ended = "it could not open the run"
+        self._owner.close()
 
     def _begin_or_go_on(self, reach: Reach, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         try:

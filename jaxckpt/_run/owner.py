@@ -82,6 +82,7 @@ class Ownership:
         self._hold: Hold | None = None
         self._closed = False
         self.leftovers = Leftovers(leases)  # of earlier jobs
+        self.is_known = True  # whether the run was listed when the job began
         self._is_sure = True  # that no other job has saved since we took the run over
 
     def open(self, run: str | None = None, spared: int | None = None) -> Listing:
@@ -329,7 +330,7 @@ class Ownership:
 
     def doubt(self) -> None:
         """Lets the next commit look for later steps: the run was not listed when the job began."""
-        self._is_sure = False
+        self.is_known = self._is_sure = False
 
     def close(self) -> None:
         """Releases the lock."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
@@ -180,7 +180,7 @@ class Resume:
     def first_whole(
         self,
         wanted: Any,
-        reading: Callable[[StepIndex, int], Callable[[Check], T]],
+        reading: Callable[[StepIndex, int, Check], T],
         *,
         fallback: bool,
         copies: Sequence[Copy] | None = None,
@@ -193,7 +193,7 @@ class Resume:
 
         Args:
             wanted: "latest", "best" or a number, which never falls back.
-            reading: Returns the function that reads a step, given one that raises if it is gone.
+            reading: Reads a step, given a function that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
             copies: The candidates, if they are known.
             again: Whether to list the copies once more if all were deleted meanwhile.
@@ -255,7 +255,7 @@ class Resume:
     def _try(
         self,
         copy: Copy,
-        reading: Callable[[StepIndex, int], Callable[[Check], Any]],
+        reading: Callable[[StepIndex, int, Check], Any],
         *,
         avoids_marked: bool,
         index: StepIndex | None = None,
@@ -266,11 +266,12 @@ class Resume:
             index: Where to read it, if not where the copy is.
         """
         step, root = copy.step, self.roots[copy.root]
-        read, value, error = reading(index or root.index, step), None, None
+        index, value, error = index or root.index, None, None
         try:
             with nullcontext(True) if self.writes else root.leases.protect(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
-                value = read(partial(self._check, index or root.index, step, there, avoids_marked))
+                check = partial(self._check, index, step, there, avoids_marked)
+                value = reading(index, step, check)
         except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
             raise
         except Exception as caught:  # reported to the others, then judged
@@ -305,7 +306,7 @@ class Resume:
     def _try_united(
         self,
         copy: Copy,
-        reading: Callable[[StepIndex, int], Callable[[Check], Any]],
+        reading: Callable[[StepIndex, int, Check], Any],
         *,
         avoids_marked: bool,
     ) -> _Attempt:
@@ -327,15 +328,8 @@ class Resume:
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
             else:
-                return _Attempt(
-                    copy=copy,
-                    value=None,
-                    problem=problem,
-                    is_corrupt=False,
-                    is_marked=False,
-                    error=CheckpointNotFound(problem),
-                    is_mine=error is not None,
-                )
+                lost, is_mine = CheckpointNotFound(problem), error is not None
+                return _Attempt(copy=copy, problem=problem, error=lost, is_mine=is_mine)
             if attempt.problem is None:
                 self.report_alike(disks.said())
                 if disks.is_damaged:
@@ -402,64 +396,46 @@ def _chosen(step: Any) -> int | str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     copy: Copy
-    value: Any  # read by this process
+    value: Any = None  # read by this process
     problem: str | None  # the damage, worded alike in every process
-    is_corrupt: bool  # whether it is damage and not a lack, alike in every process
-    is_marked: bool  # whether it is only marked, alike in every process
-    error: Exception | None  # for this process to raise
-    is_mine: bool  # whether this process found the damage
+    is_corrupt: bool = False  # whether it is damage and not a lack, alike in every process
+    is_marked: bool = False  # whether it is only marked, alike in every process
+    error: Exception | None = None  # for this process to raise
+    is_mine: bool = False  # whether this process found the damage
 
 
 @final
+@dataclass(kw_only=True)
 class StateReading:
     """Reads the state of a step, and the states of objects to restore in place."""
 
-    meter: Meter  # of the step read last
+    processes: Processes
+    item: str  # the name of the state, if the step has it
+    like: Any  # any pytree
+    objects: Mapping[str, object]  # to restore in place, by item
+    request: RestoreRequest
+    meter: Meter = field(init=False)  # of the step read last
+    _states: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        processes: Processes,
-        item: str,
-        like: Any,  # any pytree
-        objects: Mapping[str, object],
-        request: RestoreRequest,
-    ) -> None:
-        """Reads nothing yet.
+    def __post_init__(self) -> None:
+        _items.check_stateful(self.objects)
 
-        Args:
-            item: The name of the state, if the step has it.
-            objects: The objects to restore in place, by item.
-
-        Raises:
-            TypeError: an object lacks a method to set its state.
-        """
-        _items.check_stateful(objects)
-        self._processes = processes
-        self._item = item
-        self._like = like
-        self._objects = objects
-        self._request = request
-        self._states: dict[str, Any] = {}
-
-    def of(self, index: StepIndex, step: int) -> Callable[[Check], Any]:
-        """Returns the function that reads the state of a step."""
+    def read(self, index: StepIndex, step: int, check: Check) -> Any:
+        """Reads the state of a step."""
         self.meter = Meter("restore", index.path(step), step=step)
-        return partial(self._read, index, step)
-
-    def _read(self, index: StepIndex, step: int, check: Check) -> Any:
         source = _source(index, step, check, partial(self._open, index, step))
-        return restore_from(source, [self._like], self._request, meter=self.meter)
+        return restore_from(source, [self.like], self.request, meter=self.meter)
 
     def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
         index.check_found(step, found)
-        for name, value in self._objects.items():
-            self._states[name] = _items.state_for(found, name, value, self._processes)
-        return open_item(found, self._item if self._item in found.items else None)
+        for name, value in self.objects.items():
+            self._states[name] = _items.state_for(found, name, value, self.processes)
+        return open_item(found, self.item if self.item in found.items else None)
 
     def set_objects(self, _: object) -> None:
         """Sets the states of the objects from the step read last."""
         for name, state in self._states.items():
-            _items.set_state(name, self._objects[name], state)
+            _items.set_state(name, self.objects[name], state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,11 +446,9 @@ class ItemsReading:
     targets: Mapping[str, Any] | None  # by item; if None, reads every item as it was saved
     request: RestoreRequest
 
-    def of(self, index: StepIndex, step: int) -> Callable[[Check], dict[str, Any]]:
-        """Returns the function that reads the items of a step."""
-        return partial(self._read, index, step)
+    def read(self, index: StepIndex, step: int, check: Check) -> dict[str, Any]:
+        """Reads the items of a step."""
 
-    def _read(self, index: StepIndex, step: int, check: Check) -> dict[str, Any]:
         def read(open_: Callable[..., Any], like: Any = None) -> Any:
             source = _source(index, step, check, open_)
             return restore_from(source, [like], self.request)

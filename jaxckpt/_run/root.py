@@ -319,7 +319,12 @@ def open_roots(
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
     begin = partial(last.opening.open, metadata, saves=saves[-1], timeout_s=timeout_s)
-    opened.append(begin(run=run, spared=newest, reach=reach))
+    try:
+        opened.append(begin(run=run, spared=newest, reach=reach))
+    except BaseException:
+        for root in roots[:-1]:
+            root.opening.fail()
+        raise
     if away := opened[-1].get("away"):
         if opened[-1]["silent"]:  # to process 0; let no other wait for it
             last.reach.away = away

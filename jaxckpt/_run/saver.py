@@ -134,8 +134,6 @@ class Saver:
         )
         if opened.newest is None:
             self.ledger.note(began=0)
-        if tiers is not None and opened.local_only is not None:
-            tiers.uploader.resume(opened.local_only)
         self.session = opened.session
         policy = options.policy
         schedule = Schedule(
@@ -147,6 +145,9 @@ class Saver:
         local = [replace(schedule, policy=tiers.save)] if tiers and tiers.save else []
         self.due = DueSteps([schedule, *local], processes, opened.session, limit_s)
         self.position = Position(roots, processes, opened, limit_s)
+        self._left = opened.local_only  # the step to upload once the run is ours
+        if opened.owned:
+            self._upload_left()
         listens = options.writes and policy.on_preemption
         self.preemption = Preemption(processes, listens=listens, notice=options.notice)
         self._closing.callback(self.preemption.close)
@@ -155,6 +156,10 @@ class Saver:
         self._for_preemption: SaveHandle | None = None
         self.comparisons = Comparisons(self._index, processes, policy, options.item)
         self._lacked_metric = False  # whether a step did, which is reported once
+
+    def _upload_left(self) -> None:
+        if self._tiers is not None and self._left is not None:
+            self._tiers.uploader.resume(self._left)
 
     @property
     def ended(self) -> str:
@@ -221,6 +226,10 @@ class Saver:
         if self._tiers is not None:
             self._tiers.sender.newest = self._tiers.sender.newest_direct = None
 
+    def is_behind(self, step: int) -> bool:
+        """Returns whether a step was unknown, as when the directory was away; all answer alike."""
+        return all(n is None or n < step for n in (self.position.agreed, self.due.last_step))
+
     # --- in the caller's thread ------------------------------------------------------------------
 
     def save(
@@ -238,6 +247,7 @@ class Saver:
         decision = self.decide(step, force=force)
         if decision.save and not self.position.is_owned:
             self.position.join(step)
+            self._upload_left()
             decision = self.decide(step, force=force)
         if not decision.save:
             raise_first(self.take_errors())
@@ -301,6 +311,9 @@ class Saver:
         step, index = given.step, root.index
         known = step if root.counts(step, self.position.floor) else None
         is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
+        life, fence = self.position.life(name), partial(root.owner.fence, known)
+        if self._tiers is not None and root is not self._root:
+            fence = partial(self._tiers.fence, step, life)
         return SaveRequest(
             storage=index.storage,
             path=index.path(step),
@@ -311,10 +324,10 @@ class Saver:
             custom_metadata=given.custom_metadata or {},
             is_step=True,
             token=token,
-            fence=partial(root.owner.fence, known),
+            fence=fence,
             pace=self._pace.wait if is_paced else int,
             overwrite=known is None or step in index.astray,  # of an earlier life
-            life=self.position.life(name),
+            life=life,
             replicas=given.replicas,
             timeout_s=self._options.timeout_s,
             **options,

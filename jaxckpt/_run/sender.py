@@ -6,6 +6,7 @@ The steps of a process go one after another; `uploader` decides which is next.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -17,12 +18,19 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.transaction import has_begun
+from jaxckpt._run.copies import Saved
 from jaxckpt._run.index import newest_saved
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import refuse
 from jaxckpt._run.upload import Uploaded, upload, upload_token
 from jaxckpt._save.worker import Failure
-from jaxckpt.errors import CheckpointError, CheckpointTimeout, CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    CorruptCheckpoint,
+    SaveFailed,
+    StoreError,
+)
 from jaxckpt.multihost import Processes
 
 _logger: Final = logging.getLogger("jaxckpt")
@@ -89,8 +97,9 @@ class Sender:
     def has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
         with contextlib.suppress(CheckpointError, OSError):
-            begun = has_begun(self.target.index.storage, *self._attempt_of(one))
-            return begun and self._has_its_part(one)
+            token, target = self.token_of(one), self.target.index
+            begun = token and has_begun(target.storage, target.path(one.step), token)
+            return bool(begun) and self._has_its_part(one)
         return False
 
     def _has_its_part(self, one: Upload) -> bool:
@@ -105,10 +114,14 @@ class Sender:
         return part[1] == mine[1] and (part[0] == 0) == (mine[0] == 0)
 
     def token_of(self, one: Upload) -> str:
-        """Returns the token of the attempts to upload a step; "" if it cannot be read now."""
+        """Returns the token of the attempts to upload a step as it is now; "" if it is unknown."""
+        source, token = self.source.index, one.token
         with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
-            self._read_token(one)
-        return one.token
+            token = upload_token(find(source.storage, source.path(one.step)))
+        if token != one.token:  # it may have been saved again
+            one.parts.clear()
+        one.token = token
+        return token
 
     def send(self, one: Upload, stay: Callable[[], Sequence[int]]) -> None:
         """Uploads a step; process 0 then deletes what its directory does not keep.
@@ -124,7 +137,7 @@ class Sender:
                     "upload it, on each host, last where process 0 was then: jaxckpt upload "
                     f"{source.root} {self.target.index.root} --step {step}"
                 )
-            self._open_target(step)
+            self.open_target(lambda: source.saved(step), waits=not one.is_ours)
         start_s = time.monotonic()
         with self.source.leases.protect(step):
             done = self._upload(one)
@@ -144,59 +157,57 @@ class Sender:
 
     def refuse(self, one: Upload, error: Exception) -> None:
         """Lets process 0 know that the part of this process will not come."""
-        storage = self.target.index.storage
+        storage, token = self.target.index.storage, self.token_of(one)
         with contextlib.suppress(CheckpointError, OSError):
-            path, token = self._attempt_of(one)
-            refuse(storage, commit_of(storage, path).work(token), self.processes.index, error)
-
-    def _attempt_of(self, one: Upload) -> tuple[str, str]:
-        """Returns the path and the token of the attempt to upload a step."""
-        return self.target.index.path(one.step), self._read_token(one)
-
-    def _read_token(self, one: Upload) -> str:
-        """Returns the token of the step as it is now, which may have been saved again."""
-        source, token = self.source.index, one.token
-        try:
-            token = upload_token(find(source.storage, source.path(one.step)))
-        except (CheckpointError, OSError):
-            if not token:
-                raise
-        if token != one.token:
-            one.parts.clear()
-        one.token = token
-        return token
+            if token:
+                work = commit_of(storage, self.target.index.path(one.step)).work(token)
+                refuse(storage, work, self.processes.index, error)
 
     def _upload(self, one: Upload) -> Uploaded:
         return upload(
             self.source.index,
             self.target.index,
             one.step,
-            fence=lambda: self._fence(one.step),
+            fence=lambda: self._fence(one),
             pace=self.pace,
             trusted=self._trusted,
             parts=one.parts,
             wait_s=self.timeout_s,
         )
 
-    def _open_target(self, step: int) -> None:
-        """Opens a directory that could not be reached before, unless the run went on without us."""
+    def open_target(self, step: Callable[[], Saved], *, waits: bool = False) -> None:
+        """Opens a directory that could not be reached before, unless the run went on without us.
+
+        Args:
+            step: Returns the step to commit there.
+            waits: Whether the step waits for the end of another job, as it was not saved by ours.
+
+        Raises:
+            SaveFailed: the run went on without us.
+            StoreError: the other job runs.
+        """
         source, target = self.source.index, self.target
-        if target.owner.token:
+        owner = target.owner
+        if owner.token and owner.is_known:
             return
         newest = newest_saved(target.index)
-        if newest is not None and not newest.led_to(source.saved(step)):
+        if newest is not None and not newest.led_to(step()):
             raise SaveFailed(
                 f"{target.index.root}: step {newest.step} there was saved by another job, while "
-                "this one could not reach the directory. Nothing was uploaded. Stop this job; its "
-                f"steps are in {source.root}."
+                "this one could not reach the directory. Nothing was written there. Stop this job; "
+                f"its steps are in {source.root}."
             )
         target.opening.open_late(self.timeout_s)
+        if waits and not owner.token:
+            busy = f"{target.index.root} belongs to a running job: {owner.who()}"
+            raise StoreError(busy, code=errno.EBUSY)
+        owner.is_known = True
 
-    def _fence(self, step: int) -> None:
+    def _fence(self, one: Upload) -> None:
         # An older step may follow a newer step of ours, but not a newer step of another job.
         ours = (self.newest, self.newest_direct)
-        is_newest = all(other is None or step > other for other in ours)
-        self.target.owner.fence(step if is_newest else None)
+        is_newest = one.is_ours and all(other is None or one.step > other for other in ours)
+        self.target.owner.fence(one.step if is_newest else None)
 
 
 def may_pass(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from jaxckpt._disk.pace import Pace
 from jaxckpt._run.config import LocalTier
+from jaxckpt._run.copies import Saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.local import Local, settle
 from jaxckpt._run.peers import Peers
@@ -21,6 +22,7 @@ from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.sender import Sender, Upload
 from jaxckpt._run.uploader import Uploader
+from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes
 from jaxckpt.types import StepInfo
@@ -35,6 +37,9 @@ class Tiers:
     """The local tier of a run with its directory behind it."""
 
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
+    local: Root
+    directory: Root
+    sender: Sender
     uploader: Uploader
     settled: Local
     timeout_s: float
@@ -65,20 +70,21 @@ class Tiers:
         for problem in settled.problems:
             local.index.report(problem)
         pace, limit_s = Pace(max_bytes_per_s), tier.durable_timeout_s
-        uploader = Uploader(Sender((local, directory), processes, pace, timeout_s=limit_s))
-        return cls(save=tier.save, uploader=uploader, settled=settled, timeout_s=timeout_s)
+        sender = Sender((local, directory), processes, pace, timeout_s=limit_s)
+        return cls(
+            save=tier.save,
+            local=local,
+            directory=directory,
+            sender=sender,
+            uploader=Uploader(sender),
+            settled=settled,
+            timeout_s=timeout_s,
+        )
 
-    @property
-    def sender(self) -> Sender:
-        return self.uploader.sender
-
-    @property
-    def local(self) -> Root:
-        return self.sender.source
-
-    @property
-    def directory(self) -> Root:
-        return self.sender.target
+    def fence(self, step: int, life: Callable[[], Life]) -> None:
+        """Checks that a step may be committed in the directory itself; see `Ownership.fence`."""
+        self.sender.open_target(lambda: Saved.of(step, life()))
+        self.directory.owner.fence(step)
 
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""

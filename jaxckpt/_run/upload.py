@@ -16,6 +16,7 @@ replaced in the older steps that have it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,13 @@ from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
 from jaxckpt._run.shares import part_of
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StepExists, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    StepExists,
+    UnsupportedFormat,
+    is_io_failure,
+)
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage, drop_cached, together
@@ -105,7 +112,7 @@ def upload(
     contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
     work = commit_of(target.storage, path).work(token := upload_token(found))
-    part, attempt, lacks = part_of(found, work), None, []
+    part, attempt, lacks, was_pinned = part_of(found, work), None, [], False
     if part.process == 0:
         attempt = _transaction.begin(
             target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
@@ -119,13 +126,16 @@ def upload(
         beside=beside,
         trusted={} if trusted is None else trusted,
         sources=part.files,
+        check=int if attempt is None else partial(attempt.protocol.check, attempt.token, fence),
     )
     try:
         files, known = {}, part.facts()
         # First the main item: the time may not suffice for all.
         sending.send_all({name: facts.size for name, facts in known.items()}, first=record.item)
         for name, bad in sending.bad.items():  # before the commit moves the files
-            _mend(target, f"{work.path}/{name}", name, bad)
+            if is_bad(target.storage, bad, name):  # else the new step has no use for what differs
+                target.report(f"{bad} is damaged, so it was sent again")
+            mend_others(target, f"{work.path}/{name}", name, target.steps())
         if attempt is None:
             part.leave(target.storage)
         elif part.count > 1:
@@ -133,22 +143,24 @@ def upload(
             lacks = part.take(target.storage, parts, sending.pace.rest, wait_s)
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
-            sending.clear(known, partial(attempt.protocol.check, attempt.token, fence))
+            sending.clear(known)
             about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
             about["differences"] = record.differences
-            _pin(found, target.storage, work.path)
+            was_pinned = _pin(found, target.storage, work.path, sending.check)
             attempt.commit(files, known=known, **about)
         elif attempt is not None:
             attempt.release()
     except BaseException as error:
         if attempt is not None:
             attempt.release()  # the sent files stay for the next upload
+            if not is_io_failure(error):
+                sending.withdraw()
         _transaction.raise_save_error(path, error)
     if not lacks:
         linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
-        _pin(found, target.storage, path)  # it may have been pinned meanwhile
+        _follow_pin(found, target.storage, path, was_pinned)
         copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
@@ -165,20 +177,20 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
     return [target.path(n) for n in above[1:2] if not below], []
 
 
-def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
-    """Replaces a damaged file in older steps by the file that was sent again."""
-    storage = target.storage
-    if is_bad(storage, bad, name):  # else the part that differs is of no use to the new step
-        target.report(f"{bad} is damaged, so it was sent again")
-    for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):
+def mend_others(run: StepIndex, good: str, name: str, steps: Iterable[int]) -> None:
+    """Replaces the damaged files of a name in some steps by the good one, each at once."""
+    storage, size = run.storage, run.storage.size(good)
+    for other in (f"{run.path(step)}/{name}" for step in steps):
         try:
-            size, is_there = storage.size(good), storage.kind(other) == "file"
-            alike = pieces(storage, good, size), pieces(storage, other, size)
-            if is_there and not same_bytes(*alike) and is_bad(storage, other, name):
+            if storage.kind(other) != "file":
+                continue
+            both = pieces(storage, good, size), pieces(storage, other, size)
+            is_same = storage.size(other) == size and same_bytes(*both)
+            if not is_same and is_bad(storage, other, name):
                 put_instead(storage, good, other)
-                target.report(f"{other} is mended")
+                run.report(f"{other} is mended: it has what the mended file {good} has")
         except (CheckpointError, OSError, EOFError) as error:
-            target.report(f"{other} cannot be mended: {error}")
+            run.report(f"{other} cannot be mended: {error}")
 
 
 def is_bad(storage: Storage, file: str, name: str) -> bool:
@@ -223,10 +235,27 @@ def already_there(found: Found, record: Record, target: StepIndex, step: int) ->
     return Uploaded(step, there.path, 0, sum(facts.size for facts in record.files.values()))
 
 
-def _pin(found: Found, storage: Storage, path: str) -> None:
-    """Pins the copy of a step that was pinned before it was there."""
-    if found.storage.kind(f"{found.path}/{names.PINNED}") is not None:
+def _is_pinned(found: Found) -> bool:
+    return found.storage.kind(f"{found.path}/{names.PINNED}") is not None
+
+
+def _pin(found: Found, storage: Storage, path: str, check: Callable[[], object] = int) -> bool:
+    """Pins the copy of a step that was pinned before it was there; returns whether it did."""
+    if is_pinned := _is_pinned(found):
+        check()
         storage.write(f"{path}/{names.PINNED}", b"")
+    return is_pinned
+
+
+def _follow_pin(found: Found, storage: Storage, path: str, was_pinned: bool) -> None:
+    """Pins or unpins the committed copy of a step as was done with the step meanwhile."""
+    is_pinned, pin = _is_pinned(found), f"{path}/{names.PINNED}"
+    if is_pinned and not was_pinned:
+        storage.write(pin, b"")
+        if storage.kind(f"{path}/{names.COMMIT_MARKER}") is None:  # it was deleted meanwhile
+            storage.delete_files([pin])
+    elif was_pinned and not is_pinned and found.storage.kind(found.path) is not None:
+        storage.delete_files([pin])
 
 
 def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
@@ -249,6 +278,8 @@ class Sending:
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
     bad: dict[str, str] = field(default_factory=dict)  # files that differ from those of older steps
     sources: Mapping[str, str] = field(default_factory=dict)  # other names in the source
+    check: Callable[[], object] = int  # raises if another job has taken the run or the directory
+    _made: set[str] = field(default_factory=set)  # files that were not there before
     _shared: dict[str, str] = field(default_factory=dict)  # files to link, and to which others
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
     _there: set[str] = field(default_factory=set)  # files that were there before
@@ -265,23 +296,29 @@ class Sending:
         if self.before:
             self._find_shared(sizes)
         self._there = there.keys() - {names.WRITER}
-        sends = [
-            partial(self._send_if_missing, name, sizes[name], there.get(name))
-            for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
-        ]
-        for sent, size in together(self.target, sends):
-            self.sent_bytes += size if sent else 0
-            self.found_bytes += 0 if sent else size
-
-    def clear(self, keep: Iterable[str], check: Callable[[], object]) -> None:
-        """Deletes files of an upload that died in its commit, but not those to keep.
-
-        Args:
-            check: Raises if another job has gone on with the upload: the files may be in a step.
-        """
-        if stray := sorted(self._there.difference(keep)):
+        order = sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
+        values = [name for name in order if names.is_data_file(name)]
+        others = [name for name in order if not names.is_data_file(name)]
+        # The step of another job has others of the same names, so they come when none is there.
+        for some, check in ((values, int), (others, self.check if others else int)):
             check()
+            sends = [partial(self._send_if_missing, n, sizes[n], there.get(n)) for n in some]
+            for sent, size in together(self.target, sends):
+                self.sent_bytes += size if sent else 0
+                self.found_bytes += 0 if sent else size
+
+    def clear(self, keep: Iterable[str]) -> None:
+        """Deletes files of an upload that died in its commit, but not those to keep."""
+        if stray := sorted(self._there.difference(keep)):
+            self.check()
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
+
+    def withdraw(self) -> None:
+        """Deletes what was sent if the next job has removed the rest: nobody would know it."""
+        with contextlib.suppress(OSError, CheckpointError):
+            there = [f"{self.folder}/{name}" for name in (names.WRITER, names.COMMIT_MARKER)]
+            if {None} == {*map(self.target.kind, there)}:
+                commit_of(self.target, self.folder).remove_left(sorted({*self._made, names.PINNED}))
 
     def _find_shared(self, sizes: Mapping[str, int]) -> None:
         """Finds the files of values that earlier steps have too; no other file has their names."""
@@ -325,6 +362,7 @@ class Sending:
                     return False
             storage.make_dir(posixpath.dirname(path))
             storage.link(other, path)  # durable with the commit
+            self._made.add(name)
         except (OSError, EOFError):  # then it is sent
             return False
         self.trusted.pop(other, None)
@@ -341,10 +379,12 @@ class Sending:
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"
         storage.make_dir(posixpath.dirname(path))
+        self._made.add(name)
         if names.is_data_file(name):  # nobody else writes this name
             storage.write(path, self._paced(name, size))
             return
         if replace:
+            self.check()
             storage.delete_files([path])
         commit_of(storage, self.folder).add(path, self._paced(name, size))
 

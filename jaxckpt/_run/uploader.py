@@ -132,7 +132,8 @@ class Uploader:
         """Adds a local step that an earlier job did not upload; called in every process."""
         if self._leads:
             self.put(self.expect(step, is_ours=False))
-        self._taken = {one for one in self._taken if one[0] != step}
+        with self._lock:
+            self._taken = {one for one in self._taken if one[0] != step}
         self.follow([(step, ""), *self.attempts()])
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
@@ -173,6 +174,7 @@ class Uploader:
             CheckpointTimeout: it is not, after `timeout_s`; the upload continues.
             Any error of the upload.
         """
+        self.refuse_own_thread()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         name, end_s = f"upload {one.path}", limit_s + self.timeout_s
         lead(self._processes, name, partial(one.wait, limit_s), where=one.path, timeout_s=end_s)
@@ -182,7 +184,9 @@ class Uploader:
 
         Raises:
             CheckpointTimeout: some steps are not, after `timeout_s`.
+            RuntimeError: a function that the uploading thread calls waits for it.
         """
+        self.refuse_own_thread()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if self._is_stopped:
             limit_s = 0.0

@@ -169,9 +169,11 @@ def upload(
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
+    from jaxckpt._run.owner import read_owner
     from jaxckpt._run.upload import missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
+    from jaxckpt.errors import SaveFailed
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
@@ -179,9 +181,16 @@ def upload(
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))
         join(target, source)
-        done, trusted = [], dict[str, int]()
+        done, trusted, owner = [], dict[str, int](), read_owner(target)
+
+        def fence() -> None:
+            if read_owner(target) != owner:
+                raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
+
         for step in steps or missing_steps(source, target):
-            sent = upload_step(source, target, step, pace=Pace(max_rate), trusted=trusted)
+            sent = upload_step(
+                source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
+            )
             done.append(sent)
             if not as_json:
                 kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""
@@ -250,13 +259,17 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
 
 
 def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:
-    there = [path for path in paths if os.path.lexists(os.path.expanduser(path))]
-    if overwrite and there:
+    from jaxckpt.storage import locate
+
+    places = [locate(path) for path in paths if overwrite]
+    if there := [where for storage, where in places if storage.kind(where) is not None]:
         _output.confirm(f"Replace {there[0]}?", yes=yes)
 
 
 def _wrote(path: str, *, as_json: bool) -> None:
-    where = os.path.abspath(os.path.expanduser(path))
+    from jaxckpt.storage import locate
+
+    _, where = locate(path)
     if as_json:
         _output.print_json({"path": where})
     else:

@@ -165,12 +165,14 @@ _open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root
 def _close_run(writer: CheckpointManager, index: StepIndex) -> None:
     """Closes a manager, and removes its files if no other one has the run."""
     is_last = not saver_of(writer).ended
-    writer.close()
-    if _open.get(index.root, (None,))[0] is writer:
-        del _open[index.root]
-    if is_last and current().index == 0:
-        with contextlib.suppress(OSError):  # no locks there, or all of it was deleted
-            _remove_files(index)
+    try:
+        writer.close()
+    finally:
+        if _open.get(index.root, (None,))[0] is writer:
+            del _open[index.root]
+        if is_last and current().index == 0:
+            with contextlib.suppress(OSError):  # no locks there, or all of it was deleted
+                _remove_files(index)
 
 
 def _remove_files(index: StepIndex) -> None:

@@ -294,9 +294,11 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     def close(self) -> None:
         """Waits for the saves under way, and closes the handlers."""
-        self._close()
-        self.reload()
-        self._handler.close()
+        try:
+            self._close()
+        finally:
+            self.reload()
+            self._handler.close()
 
 
 _Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours

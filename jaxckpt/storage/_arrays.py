@@ -39,10 +39,6 @@ _context_lock = threading.Lock()  # guards _context
 _NODES: Final = "cache_pool#ocdbt"
 _NODE_CACHE_BYTES: Final = 64 << 20
 
-# TensorStore's generation of a missing key, which makes a conditional write create-if-absent.
-# Reading a missing key returns the same bytes, but costs a round trip.
-_MISSING_GENERATION = b"\x02"
-
 
 def context() -> ts.Context:
     """Returns the common TensorStore context of this process.
@@ -136,11 +132,10 @@ class Keys:
 
     Example:
         >>> keys = Keys({"driver": "memory", "path": "doctest-keys/"})
-        >>> keys.create("a/b", b"1"), keys.create("a/b", b"2"), keys.read("a/b")
-        (True, False, b'1')
-        >>> keys.list("a/")
-        ['a/b']
-        >>> keys.delete("a/")
+        >>> keys.write("a/b", b"1")
+        >>> keys.list(), keys.read("a/b")
+        (['a/b'], b'1')
+        >>> keys.clear()
         >>> keys.list()
         []
     """
@@ -157,29 +152,19 @@ class Keys:
     def write(self, key: str, data: bytes) -> None:
         _wait(self._store.write(key, data), self._spec)
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Creates a value unless the key exists; returns whether it did.
+    def list(self) -> list[str]:
+        """Returns all keys, sorted."""
+        return sorted(key.decode() for key in self._store.list().result())
 
-        On a remote store, False can also mean that the write was applied but the response lost. If
-        that matters, make `data` unique and read it back.
-        """
-        stamp = self._store.write(key, data, if_equal=_MISSING_GENERATION).result()
-        return stamp.generation != b""
-
-    def list(self, prefix: str = "") -> list[str]:
-        """Returns every key that starts with `prefix`, in full and sorted."""
-        return sorted(key.decode() for key in self._store.list(_range(prefix)).result())
-
-    def delete(self, prefix: str) -> None:
-        """Deletes every key that starts with `prefix`, including `prefix` itself."""
-        self._store.delete_range(_range(prefix)).result()
+    def clear(self) -> None:
+        """Deletes all keys."""
+        self._store.delete_range(ts.KvStore.KeyRange()).result()
 
 
-def _range(prefix: str) -> ts.KvStore.KeyRange:
-    start = prefix.encode()
-    # The first string after all strings that start with `prefix`. UTF-8 has no byte 0xff to carry.
-    stop = start[:-1] + bytes([start[-1] + 1]) if start else b""
-    return ts.KvStore.KeyRange(start, stop)
+def in_memory() -> tuple[dict[str, Any], Keys]:
+    """Returns the spec of a new place in memory, and its keys, to be cleared in the end."""
+    spec = {"driver": "memory", "path": f"jaxckpt-{uuid.uuid4().hex}/"}
+    return spec, Keys(spec)
 
 
 # --- arrays ----------------------------------------------------------------------------------
@@ -200,7 +185,7 @@ def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, 
         metadata: Of zarr v3.
         key: Of the chunk.
     """
-    kvstore = {"driver": "memory", "path": f"encoded-{uuid.uuid4().hex}/"}
+    kvstore, keys = in_memory()
     spec = {
         "driver": "zarr3",
         "kvstore": kvstore,
@@ -209,13 +194,12 @@ def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, 
         "recheck_cached_metadata": False,
         "recheck_cached_data": False,
     }
-    keys = Keys(kvstore)
     try:
         array = ts.open(spec, context=context(), open=True, assume_metadata=True).result()
         array.write(values, can_reference_source_data_indefinitely=True).result()
         return keys.read(key) or b""
     finally:
-        keys.delete("")
+        keys.clear()
 
 
 class Reader:
@@ -310,14 +294,13 @@ def _place(location: str | None) -> Place:
 
 
 def _dump(name: str, data: bytes, *location: str) -> Any:
-    spec = {"driver": "memory", "path": f"nodes-{uuid.uuid4().hex}/"}
-    keys = Keys(spec)
+    spec, keys = in_memory()
     keys.write(name, data)
     try:
         base = ts.KvStore.open(spec, context=context()).result()
         return _wait(ts.ocdbt.dump(base, *location, context=context()), spec)
     finally:
-        keys.delete("")
+        keys.clear()
 
 
 def shape_of(array: ts.TensorStore) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._requests import callers
+from jaxckpt.storage._requests import keepers
 
 Version = Mapping[str, Any]
 
@@ -110,7 +110,7 @@ def _renew_all() -> None:
             for lease in due:
                 lease.due_s = math.inf
         for lease in due:
-            callers().submit(lease.keep)
+            keepers().submit(lease.keep)
 
 
 def forget(path: str) -> list[str]:

@@ -142,7 +142,7 @@ def _make(future: Future[T], call: Callable[[], T]) -> None:
         del future  # refers to the error, whose traceback refers to this frame
 
 
-# Three kinds of threads, so that none waits for another of its kind.
+# Kinds of threads, so that none waits for another of its kind.
 
 
 @lru_cache(maxsize=1)
@@ -172,6 +172,12 @@ def all_of(threads: Threads, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
+@lru_cache(maxsize=1)
+def keepers() -> Threads:
+    """Returns the threads that renew leases, which must not wait for reads of a silent store."""
+    return Threads(_SMALL_AT_ONCE, "jaxckpt-leases")
+
+
 _process: int | None = None  # that sent the first request
 
 
@@ -186,7 +192,7 @@ def _check_not_forked(what: str, path: str) -> None:
         )
 
 
-_KINDS: Final = (pool, callers, outer_callers)
+_KINDS: Final = (pool, callers, outer_callers, keepers)
 for _kind in _KINDS:
     os.register_at_fork(after_in_child=_kind.cache_clear)  # a forked child lacks the threads
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import re
-import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, Final
 from jaxckpt.format.names import ZARR2, ZARR3
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage._ahead import together
-from jaxckpt.storage._arrays import Keys, Pending, Reader
+from jaxckpt.storage._arrays import Keys, Pending, Reader, in_memory
 from jaxckpt.storage._protocol import Storage
 from jaxckpt.storage._settings import kvstore
 from jaxckpt.storage._values import find_values, read_place
@@ -28,9 +27,8 @@ Touches = Callable[[tuple[int, ...]], bool]  # whether the chunk with an index i
 
 def _memory(owner: object) -> tuple[dict[str, Any], Keys]:
     """Returns a place in memory that lasts as long as its owner."""
-    spec = {"driver": "memory", "path": f"staged-{uuid.uuid4().hex}/"}
-    keys = Keys(spec)
-    weakref.finalize(owner, keys.delete, "").atexit = False
+    spec, keys = in_memory()
+    weakref.finalize(owner, keys.clear).atexit = False
     return spec, keys
 
 

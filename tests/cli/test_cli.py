@@ -455,6 +455,14 @@ def test_report_writes_a_page(root):
 # --- convert, export, import, fork ----------------------------------------------------------------
 
 
+def test_convert_asks_before_it_replaces_what_is_at_a_url(root):
+    target = f"memory://{root.parent.name}/weights"
+
+    assert cli("convert", root, target)[:2] == (0, f"wrote {target}\n")
+    assert f"Replace {target}?" in cli("convert", root, target, "--overwrite")[2]
+    assert said_json("convert", root, f"{target}2") == (0, {"path": f"{target}2"})
+
+
 @pytest.mark.parametrize("command", ["convert", "cp"])
 def test_convert_copies_a_part_in_another_dtype(root, command):
     """Under both names; what is there is replaced only if asked for, and with a yes."""

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import jaxckpt
 import jaxckpt.orbax as ocp
 import jaxckpt.orbax.v1 as ocp1
@@ -41,6 +43,19 @@ def test_a_program_that_does_not_close_its_managers_leaves_steps_only(tmp_path):
     for run in ("a", "b"):
         assert sorted(os.listdir(tmp_path / run)) == ["1", "2"]
         assert jaxckpt.verify(tmp_path / run).ok
+
+
+def test_a_run_whose_last_save_failed_has_steps_only(tmp_path):
+    manager = ocp.CheckpointManager(tmp_path)
+    manager.save(1, args=ocp.args.StandardSave({"n": 1}))
+    manager.wait_until_finished()
+    (tmp_path / "2").touch()  # where the step would go
+    manager.save(2, args=ocp.args.StandardSave({"n": 2}))
+
+    with pytest.raises(Exception, match="2"):
+        manager.close()
+
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
 def test_the_files_of_another_manager_stay(tmp_path):

@@ -21,16 +21,19 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt._disk.find import find
 from jaxckpt._run import tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
+from jaxckpt._run.upload import upload_token
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.format import names
 from jaxckpt.format import step as step_format
-from jaxckpt.storage import LocalStorage, PathIn, locate
-from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
+from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage, simulate
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
 from tests.twins import watched
+from tests.waiting import wait_until
 
 SIZE = 100_000  # values of a state, so that its chunk is a file of its own
 
@@ -56,13 +59,15 @@ class Store(_Relay):
         super().__init__(LocalStorage())
         self.answers = threading.Event()
         self.answers.set()
+        self.slow = "all"  # or the verb that waits for `answers`
         self.away: OSError | None = None
         self.asked = threading.Event()  # while it did not answer
 
     def _before(self, verb, path, data=b""):
         if threading.current_thread() is not threading.main_thread():
             self.asked.set()
-        self.answers.wait(60)
+        if self.slow in ("all", verb):
+            self.answers.wait(60)
         if self.away is not None:
             raise OSError(self.away.errno, self.away.strerror, path)
 
@@ -548,6 +553,207 @@ def test_an_upload_does_not_pass_newer_steps_of_another_job(tmp_path, local, sto
         store.away = None
         with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
             handle.durable(60)
+
+
+@pytest.fixture
+def of_another_job(tmp_path, local):
+    """The directory of a run that has gone on elsewhere since this disk had its newest step."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    with CheckpointManager(tmp_path / "run") as other:
+        other.restore()
+        for step in (5, 10):
+            other.save(step, state(step))
+    return tmp_path / "run"
+
+
+def test_an_opening_that_gets_through_late_looks_where_the_run_is(
+    of_another_job, local, store, limits
+):
+    limits("jaxckpt._run.root", AWAY_S=0.2)
+    store.slow = "hold"
+    store.answers.clear()
+    last = KeepPolicy(last=1)
+    with CheckpointManager(of_another_job, local=local, keep=last) as manager:
+        manager._directory.reach.away_s = 60.0
+        assert manager.restore_or(lambda: state(0))[1] == 1
+        store.answers.set()
+        wait_until(lambda: manager._directory.owner.token, limit_s=60)
+        with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
+            manager.save(12, state(12)).durable(60)
+        assert manager.tiers["durable"] == [1, 5, 10]
+
+
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_a_full_disk_does_not_lead_into_a_run_that_has_gone_on(
+    of_another_job, local, store, monkeypatch, is_same_run
+):
+    """Nor into another run, which is at that path by now."""
+    if not is_same_run:
+        shutil.rmtree(of_another_job)
+        with CheckpointManager(of_another_job) as other:
+            other.save(10, state(10))
+    store.away = OSError(errno.EIO, "away")
+    manager = CheckpointManager(of_another_job, local=local, keep=KeepPolicy(last=1))
+    manager.restore_or(lambda: state(0))
+    monkeypatch.setattr(tiers, "free_bytes", lambda path: 0)
+    store.away = None
+    with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
+        manager.save(12, state(12)).result(60)
+    steps = manager.tiers["durable"]
+    manager.close()
+
+    assert steps == ([1, 5, 10] if is_same_run else [10])
+
+
+def test_a_step_restored_from_a_directory_that_was_away_is_where_the_run_goes_on(
+    of_another_job, local, store
+):
+    store.away = OSError(errno.EIO, "away")
+    manager = CheckpointManager(of_another_job, local=local)
+    store.away = None
+    with manager:
+        assert manager.restore_or(lambda: state(0))[1] == 10
+        for step in (11, 12):
+            manager.save(step, state(step)).durable(60)
+    with CheckpointManager(of_another_job, local=local) as manager:
+        assert manager.all_steps() == [1, 5, 10, 11, 12]
+        assert manager.problems == []
+
+
+def test_opening_uploads_nothing_into_a_run_that_another_job_writes(tmp_path, local):
+    """What is only on this disk goes there once this job saves."""
+    often, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy(every_steps=1))
+    run = tmp_path / "run"
+    with CheckpointManager(run, save=often, local=tier) as manager:
+        manager.save(2, state(2)).durable()
+        manager.save(3, state(3)).result()
+    lock = LocalStorage().hold(f"{run}/_jaxckpt.lock")
+    owner = (run / "_jaxckpt.owner").read_bytes()
+
+    with CheckpointManager(run, save=often, local=tier) as manager:
+        assert manager.tiers == {"local": [2, 3], "durable": [2], "waiting": []}
+        assert (run / "_jaxckpt.owner").read_bytes() == owner
+    assert (run / "_jaxckpt.owner").read_bytes() == owner
+    with CheckpointManager(run, save=often, local=tier) as manager:
+        lock.release()
+        manager.restore()
+        manager.save(4, state(4)).durable(60)
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [2, 3, 4]
+
+
+def test_a_step_of_this_disk_says_nothing_about_the_directory(tmp_path, local):
+    """A job that runs has saved a step there that this one has never seen, though an older one."""
+    often, tier = SavePolicy(every_steps=5), LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(tmp_path / "run", save=often, local=tier) as manager:
+        for step in (5, 9):
+            manager.save(step, state(step))
+    lock = LocalStorage().hold(f"{tmp_path}/run/_jaxckpt.lock")
+    with CheckpointManager(tmp_path / "run", save=often, local=tier) as manager:
+        assert manager.restore_or(lambda: state(0))[1] == 9
+        jaxckpt.save(tmp_path / "run" / "6", state(6))
+        with pytest.raises(SaveFailed, match="has saved step 6"):
+            manager.save(10, state(10))
+    lock.release()
+
+
+def test_a_step_set_aside_is_uploaded_again_beside_newer_ones(tmp_path, local):
+    together = threading.Barrier(2)
+
+    def job(processes):
+        tier = LocalTier(local / str(processes.index), keep=KeepPolicy())
+        with CheckpointManager(tmp_path / "run", local=tier) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, state(step)).durable()
+            together.wait(60)
+            if processes.index == 0:
+                damage(tmp_path / "run" / "2")
+                (local / "0" / "share_0" / "2" / "commit_success.txt").touch()
+            together.wait(60)
+            manager.scrub()
+            manager.wait_until_finished()
+            assert manager.tiers["durable"] == [1, 2, 3]
+
+    simulate(2, job, timeout_s=120)
+    assert jaxckpt.verify(tmp_path / "run" / "2").ok
+
+
+def test_a_job_that_starts_again_within_a_lease_uploads_what_is_left(
+    tmp_path, local, limits, caplog
+):
+    """The lease of the dead upload has to lapse before."""
+    limits(uploader, _FIRST_PAUSE_S=0.01)
+    run = f"memory://{tmp_path.name}/run"
+    often, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(run, save=often, local=tier) as manager:
+        manager.save(8, state(8)).durable()
+        manager.save(9, state(9))
+    token = upload_token(find(LocalStorage(), str(local / "9"))).encode()
+    lease = MemoryStorage().hold(f"{run}/9/_jaxckpt.writing", token, new=True)
+
+    with CheckpointManager(run, save=often, local=tier) as manager:
+        wait_until(lambda: "tried again" in caplog.text, limit_s=60)
+        lease.release()
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [8, 9]
+
+
+def test_a_step_unpinned_while_it_is_uploaded_is_unpinned_there(tmp_path, local):
+    is_pinned, at_the_end, goes_on = (threading.Event() for _ in range(3))
+
+    def before(verb, path):
+        if names.is_ours_temporary(os.path.basename(os.path.dirname(path)), "1"):
+            assert is_pinned.wait(60)
+        if verb == "rename" and names.is_ours_temporary(os.path.basename(path), "1"):
+            at_the_end.set()
+            assert goes_on.wait(60)
+
+    with CheckpointManager(watched(tmp_path / "run", before), local=local) as manager:
+        saved = manager.save(1, state(1))
+        saved.result()
+        manager.pin(1)
+        is_pinned.set()
+        assert at_the_end.wait(60)
+        manager.unpin(1)
+        goes_on.set()
+        saved.durable(60)
+        assert not manager._directory.deletion.is_pinned(1)
+
+
+def test_a_directory_that_cannot_be_opened_leaves_the_local_place_free(tmp_path, local):
+    def before(verb, path):
+        if verb == "hold":
+            raise OSError(errno.EIO, "away", path)
+
+    with pytest.raises(OSError, match="away"):
+        CheckpointManager(watched(tmp_path / "run", before), local=local)
+
+    lock = LocalStorage().hold(f"{local}/_jaxckpt.lock")
+    assert lock is not None
+    lock.release()
+
+
+def test_a_function_of_the_uploading_thread_cannot_wait_for_uploads(tmp_path, local):
+    """Such as the one of a policy; a wait would end by its limit only."""
+    handles, refused = [], []
+
+    def when(info):
+        for wait in [manager.wait_until_finished, *(one.durable for one in handles)]:
+            try:
+                wait()
+            except RuntimeError as error:
+                refused.append(str(error))
+        return True
+
+    keep = KeepPolicy(last=1, when=when)
+    with CheckpointManager(tmp_path / "run", local=local, keep=keep) as manager:
+        for step in (1, 2):
+            handles.append(manager.save(step, state(step)))
+            handles[-1].result()
+            manager.wait_until_finished()
+    assert len(refused) > 2
+    assert all("an upload cannot wait for itself" in text for text in refused)
 
 
 def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import subprocess
 import sys
 import uuid
@@ -17,6 +18,8 @@ import pytest
 import jaxckpt
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
 from jaxckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -128,6 +131,83 @@ def test_an_upload_that_stalls_at_any_call_harms_no_copy_that_another_job_made(s
         if not storage.done:
             break
     assert at > 20
+
+
+class StallingElsewhere(Stalling):
+    """Does not stall just before a deletion: RELIABILITY.md has that one."""
+
+    def delete_files(self, files):
+        self._inner.delete_files(files)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A run of a small step on the disk of a job."""
+    root = tmp_path_factory.mktemp("source") / "local"
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, {"w": np.full(1 << 15, 1.0)})
+    return root
+
+
+@pytest.mark.parametrize("next_job", ["saves the step", "opens the run", "deletes the step"])
+@pytest.mark.parametrize(("tries", "is_pinned"), [(1, False), (2, False), (1, True)])
+def test_an_upload_that_stalls_at_any_call_harms_no_step_of_the_next_job(
+    small, tries, is_pinned, next_job
+):
+    """Which has values of its own; and no step is blocked for ever."""
+    pin = small / "1" / names.PINNED
+    pin.touch() if is_pinned else pin.unlink(missing_ok=True)
+    for at in itertools.count():
+        root, ours = f"memory://{uuid.uuid4()}/remote", []
+
+        def take_over(root=root, ours=ours):
+            with jaxckpt.CheckpointManager(root) as manager:
+                there = manager.all_steps()
+                if next_job != "opens the run" and not there:
+                    manager.save(1, {"w": np.full(1 << 15, 2.0)}).result()
+                    ours.append(next_job == "saves the step")
+                if next_job == "deletes the step":
+                    manager.unpin(1)
+                    manager.delete(1)
+
+        if tries > 1:
+            leave_all_but_the_marker(small, root)
+        storage = StallingElsewhere(MemoryStorage(), -1, take_over, lapses=True)
+        owner = Ownership(index := index_of(PathIn(storage, root)), Leases(index))
+        owner.open(None, 1)
+        storage._count, storage._at = itertools.count(), at
+        with contextlib.suppress(CheckpointError):
+            uploading.upload(index_of(small), index, 1, fence=lambda owner=owner: owner.fence(1))
+        if not storage.done:
+            break
+        if ours == [True]:
+            assert jaxckpt.verify(f"{root}/1").ok, at
+            assert jaxckpt.restore(f"{root}/1")["w"][0] == 2.0
+        with jaxckpt.CheckpointManager(root) as manager:
+            if not manager.all_steps():
+                manager.save(1, {"w": np.full(1 << 15, 3.0)}).result()
+    assert at > 20
+
+
+@pytest.mark.parametrize("place", ["dir", "memory"])
+def test_the_command_stops_when_a_job_takes_the_run(source, tmp_path, monkeypatch, place):
+    """It has committed nothing that the job does not know."""
+    target = tmp_path / "remote" if place == "dir" else f"memory://{tmp_path.name}/remote"
+    send_all = uploading.Sending.send_all
+
+    def send_and_let_a_job_begin(self, *args, **kwargs):
+        send_all(self, *args, **kwargs)
+        with jaxckpt.CheckpointManager(target) as job:
+            job.save(1, {"w": 5})
+
+    monkeypatch.setattr(uploading.Sending, "send_all", send_and_let_a_job_begin)
+    code, _, error = cli("upload", source, target)
+
+    assert code == 2
+    assert re.search("a job has taken the run over|another process has written", error)
+    with jaxckpt.CheckpointManager(target) as manager:
+        assert manager.all_steps() == [1]
+        assert manager.restore() == {"w": 5}
 
 
 def leave_all_but_the_marker(source, root):

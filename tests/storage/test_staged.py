@@ -53,7 +53,7 @@ def same(found, tree):
 
 def left_in_memory():
     gc.collect()
-    return Keys({"driver": "memory", "path": "staged-"}).list()
+    return Keys({"driver": "memory", "path": "jaxckpt-"}).list()
 
 
 @pytest.fixture(scope="module", autouse=True)

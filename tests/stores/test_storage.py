@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from urllib.parse import unquote
 
@@ -13,6 +14,7 @@ import pytest
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
+from jaxckpt.storage._requests import REQUESTS_AT_ONCE, callers
 from tests.storage_contract import StorageContract
 from tests.stores.clients import Obstore
 from tests.stores.proxy import Answer, Reset
@@ -126,15 +128,18 @@ def test_a_lock_that_nobody_renews_is_taken(server, root):
 
 
 def test_a_lock_is_renewed_until_it_is_released(server, root):
-    """A lock outlives its lease while its holder lives."""
+    """A lock outlives its lease while its holder lives, whatever its threads wait for."""
     url = root.rpartition("/")[0]
     use_store(url, settings(server, lease_s=2))
     storage, path = locate(f"{root}/lock")
-    hold = storage.hold(path)
+    hold, answers = storage.hold(path), threading.Event()
     assert hold is not None
+    for _ in range(2 * REQUESTS_AT_ONCE):  # reads of another store, which does not answer
+        callers().submit(answers.wait)
 
     time.sleep(5)  # longer than the lease, which is renewed in the background meanwhile
 
+    answers.set()
     assert storage.hold(path) is None
     hold.release()
     again = storage.hold(path)
