@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1714, 11, 20),
     "manager open + save": (3945, 16, 41),
-    "open + save, local": (6412, 18, 130),  # its threads may do a little more or less
+    "open + save, local": (6425, 18, 130),  # its threads may do a little more or less
     "restore(path, like)": (2266, 14, 8),
     "manager.restore(like)": (2758, 18, 10),
     "open": (595, 10, 5),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1187, 810),
     "_progress": (225, 167),
     "_restore": (2135, 1602),
-    "_run": (9831, 6816),
+    "_run": (9812, 6805),
     "_save": (2317, 1605),
     "cli": (4553, 3258),
     "format": (3353, 2230),
@@ -187,7 +187,7 @@ FOLDERS = {
     "multihost": (988, 634),
     "orbax": (6066, 3697),
     "pages": (2044, 1461),
-    "storage": (4160, 2803),
+    "storage": (4162, 2805),
     "testing": (1057, 700),
 }
 

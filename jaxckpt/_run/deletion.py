@@ -311,17 +311,13 @@ class Deletion:
             raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
         return found
 
-    def unfinished(self, among: Collection[int] | None = None) -> dict[int, list[str]]:
+    def unfinished(self, among: Collection[int]) -> dict[int, list[str]]:
         """Returns the files that crashes left in steps of a storage without renames, by step.
 
         A save under way looks the same.
-
-        Args:
-            among: The steps to look at; by default, all.
         """
         index, listing = self.index, self.index.listing()
-        found = listing.directories().items()
-        numbers = {name: n for name, n in found if among is None or n in among}
+        numbers = {name: n for name, n in listing.directories().items() if n in among}
         begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
         found = commit_of(index.storage, index.root).left_below(begun)
         return {numbers[name]: files for name, files in found.items() if files}

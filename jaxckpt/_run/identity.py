@@ -5,19 +5,15 @@ The record of each step has the id too, so that the file can be made again from 
 
 from __future__ import annotations
 
-import errno
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final
 
 from jaxckpt._run.index import StepIndex, newest_saved
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity, is_like_step
 from jaxckpt.storage import Entry
-
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_identity(index: StepIndex) -> Identity | None:
@@ -89,7 +85,7 @@ def put_identity(index: StepIndex, identity: Identity) -> Identity:
                 return there
         index.storage.write(file, data)  # it is damaged, or the run was moved
     except OSError as error:
-        if error.errno not in _FULL:  # the records of the steps have it too
+        if not is_full(error):  # the records of the steps have it too
             raise
     return identity
 

@@ -57,6 +57,7 @@ class StepIndex:
     problems: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
     astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
+    sent: set[int] = field(default_factory=set)  # steps that this job uploads here, or has uploaded
     # The unfinished steps older than the newest step, when all were last listed.
     overtaken: Collection[int] = ()
     _committed: set[str] = field(default_factory=set)
@@ -222,7 +223,7 @@ class StepIndex:
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
         if state == "unreadable":
             self.report(f"{path} cannot be listed (Permission denied); it is left alone")
-        elif state != "committed" and not is_under_way(path):
+        elif state != "committed" and number not in self.sent and not is_under_way(path):
             self.report(f"{path} is not a committed step and is left alone")
         return state
 

@@ -128,7 +128,7 @@ class Root:
 
     def tidy(self, stay: Stay = tuple) -> None:
         """Deletes the steps that neither the policy nor `stay` keeps."""
-        if self.keep.has_rules or self.deletion.half:
+        if not self.owner.is_guest and (self.keep.has_rules or self.deletion.half):
             self.deletion.delete(self._what_goes(stay))
             self.deletion.sweep({*self.index.overtaken}.difference(stay()))
 

@@ -130,6 +130,7 @@ class Sender:
             stay: Returns the steps that are not deleted.
         """
         source, step = self.source.index, one.step
+        self.target.index.sent.add(step)
         if self.processes.index == 0:
             if not self._has_its_part(one):
                 raise SaveFailed(
@@ -180,15 +181,11 @@ class Sender:
 
         Args:
             step: Returns the step to commit there.
-            waits: Whether the step waits for the end of another job, as it was not saved by ours.
-
-        Raises:
-            SaveFailed: the run went on without us.
-            StoreError: the other job runs.
+            waits: Whether another job saved the step, which then waits until no other job runs.
         """
         source, target = self.source.index, self.target
         owner = target.owner
-        if owner.token and owner.is_known:
+        if owner.token and owner.is_known and not waits:
             return
         newest = newest_saved(target.index)
         if newest is not None and not newest.led_to(step()):

@@ -32,7 +32,7 @@ _ROOM: Final = 1.02
 _LEAST_ROOM_BYTES: Final = 4 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tiers:
     """The local tier of a run with its directory behind it."""
 
@@ -71,15 +71,7 @@ class Tiers:
             local.index.report(problem)
         pace, limit_s = Pace(max_bytes_per_s), tier.durable_timeout_s
         sender = Sender((local, directory), processes, pace, timeout_s=limit_s)
-        return cls(
-            save=tier.save,
-            local=local,
-            directory=directory,
-            sender=sender,
-            uploader=Uploader(sender),
-            settled=settled,
-            timeout_s=timeout_s,
-        )
+        return cls(tier.save, local, directory, sender, Uploader(sender), settled, timeout_s)
 
     def fence(self, step: int, life: Callable[[], Life]) -> None:
         """Checks that a step may be committed in the directory itself; see `Ownership.fence`."""

@@ -279,7 +279,7 @@ class Sending:
     bad: dict[str, str] = field(default_factory=dict)  # files that differ from those of older steps
     sources: Mapping[str, str] = field(default_factory=dict)  # other names in the source
     check: Callable[[], object] = int  # raises if another job has taken the run or the directory
-    _made: set[str] = field(default_factory=set)  # files that were not there before
+    _made: set[str] = field(default_factory=set)  # files that were not there like this before
     _shared: dict[str, str] = field(default_factory=dict)  # files to link, and to which others
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
     _there: set[str] = field(default_factory=set)  # files that were there before
@@ -344,6 +344,7 @@ class Sending:
     def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
         if there is not None and there.size == size and self._is_same(name, size):
             return False, size
+        self._made.add(name)
         if there is None and name in self._shared and self._is_linked(name, size):
             return False, size
         self._send(name, size, replace=there is not None)
@@ -362,7 +363,6 @@ class Sending:
                     return False
             storage.make_dir(posixpath.dirname(path))
             storage.link(other, path)  # durable with the commit
-            self._made.add(name)
         except (OSError, EOFError):  # then it is sent
             return False
         self.trusted.pop(other, None)
@@ -379,7 +379,6 @@ class Sending:
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"
         storage.make_dir(posixpath.dirname(path))
-        self._made.add(name)
         if names.is_data_file(name):  # nobody else writes this name
             storage.write(path, self._paced(name, size))
             return

@@ -81,9 +81,6 @@ class MemoryStorage(WithoutDirectories):
         for path in paths:
             _files.pop(path, None)
 
-    def delete_empty(self, path: str) -> bool:
-        return self.kind(path) is None  # only keys make a directory
-
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         if new:
             return hold_new(self, path, data or b"")

@@ -328,9 +328,6 @@ class ObjectStorage(WithoutDirectories):
         except FileNotFoundError:  # some stores then leave the others
             all_of(callers(), [partial(delete_one, key) for key in keys])
 
-    def delete_empty(self, path: str) -> bool:
-        return self.kind(path) is None  # only objects make a directory
-
     # --- locks -------------------------------------------------------------------------------
 
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> LeasedLock | None:

@@ -169,6 +169,10 @@ class WithoutDirectories:
     def make_dir(self, path: str) -> None:
         """Does nothing: a directory exists while a file is below it."""
 
+    def delete_empty(self: Storage, path: str) -> bool:
+        """Returns whether nothing is below the directory."""
+        return self.kind(path) is None
+
     def sync(self, path: str) -> None:
         """Does nothing: a file is durable once it is written."""
 

@@ -12,6 +12,7 @@ import errno
 import os
 import random
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -101,6 +102,9 @@ class Threads:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Lets a thread make a call."""
         future: Future[T] = Future()
+        if sys.is_finalizing():  # no other thread runs any more
+            _make(future, call)
+            return future
         with self._lock:
             self._under_way.add(future)
             starts = not self._idle.acquire(blocking=False) and self._started < self._most

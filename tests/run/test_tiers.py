@@ -643,6 +643,46 @@ def test_opening_uploads_nothing_into_a_run_that_another_job_writes(tmp_path, lo
         assert manager.tiers["durable"] == [2, 3, 4]
 
 
+def test_a_step_on_its_way_is_no_problem(tmp_path, local):
+    """In a bucket, its name is there before it is committed."""
+    goes_on, is_sent = threading.Event(), threading.Event()
+
+    def before(verb, path):
+        if path.endswith("1/_CHECKPOINT_METADATA") and verb == "create":
+            is_sent.set()
+            assert goes_on.wait(60)
+
+    run = watched(f"memory://{tmp_path.name}/run", before)
+    with CheckpointManager(run, local=local) as manager:
+        saved = manager.save(1, state(1))
+        saved.result()
+        assert is_sent.wait(60)
+        assert manager.all_steps() == [1]
+        goes_on.set()
+        saved.durable(60)
+        assert manager.problems == []
+
+
+def test_a_job_beside_another_one_changes_nothing_before_it_saves(tmp_path, local):
+    """Its policy would delete steps of the other."""
+    changes = []
+
+    def before(verb, path):
+        if verb in ("write", "create", "delete", "delete_files", "rename"):
+            changes.append((verb, path))
+
+    with CheckpointManager(tmp_path / "run", local=LocalTier(local, keep=KeepPolicy())) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    lock = LocalStorage().hold(f"{local}/_jaxckpt.lock")
+    tier = LocalTier(watched(local, before), keep=KeepPolicy(last=1))
+    with CheckpointManager(tmp_path / "run", local=tier) as manager:
+        changes.clear()  # it has looked for the id of the run
+        manager.wait_until_finished()
+    lock.release()
+    assert changes == []
+
+
 def test_a_step_of_this_disk_says_nothing_about_the_directory(tmp_path, local):
     """A job that runs has saved a step there that this one has never seen, though an older one."""
     often, tier = SavePolicy(every_steps=5), LocalTier(local, save=SavePolicy(every_steps=1))
@@ -677,6 +717,33 @@ def test_a_step_set_aside_is_uploaded_again_beside_newer_ones(tmp_path, local):
 
     simulate(2, job, timeout_s=120)
     assert jaxckpt.verify(tmp_path / "run" / "2").ok
+
+
+OTHER_JOB = """
+import sys, jaxckpt
+with jaxckpt.CheckpointManager(sys.argv[1]) as manager:
+    manager.restore()
+    print("open", flush=True)
+    sys.stdin.read()
+    manager.save(4, {"w": 4})
+"""
+
+
+def test_what_is_left_is_not_uploaded_into_a_run_that_went_another_way(tmp_path, local):
+    """The other job went on from the step before, while this one was open beside it."""
+    often, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(tmp_path / "run", save=often, local=tier) as manager:
+        manager.save(2, state(2)).durable()
+        manager.save(3, state(3))
+    argv = [sys.executable, "-c", OTHER_JOB, tmp_path / "run"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with CheckpointManager(tmp_path / "run", save=often, local=tier) as manager:
+            other.communicate(timeout=240)
+            manager.save(6, state(6)).durable(60)
+            manager.wait_until_finished()
+            assert manager.tiers["durable"] == [2, 4, 6]
+            assert any("step 4 there was saved by another job" in x for x in manager.problems)
 
 
 def test_a_job_that_starts_again_within_a_lease_uploads_what_is_left(
