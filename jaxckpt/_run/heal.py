@@ -184,7 +184,7 @@ def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
 def _mend_others(run: StepIndex, number: int, name: str) -> None:
     """Puts a mended file of values into the other steps that have a bad file of its name."""
     if not run.storage.server_copies:  # in a store, each step has files of its own
-        others = [step for step in run.listing().steps if step != number]
+        others = [f"{run.path(step)}/{name}" for step in run.listing().steps if step != number]
         mend_others(run, f"{run.path(number)}/{name}", name, others)
 
 

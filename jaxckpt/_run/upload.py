@@ -135,7 +135,8 @@ def upload(
         for name, bad in sending.bad.items():  # before the commit moves the files
             if is_bad(target.storage, bad, name):  # else the new step has no use for what differs
                 target.report(f"{bad} is damaged, so it was sent again")
-            mend_others(target, f"{work.path}/{name}", name, target.steps())
+            others = [bad, *(f"{target.path(n)}/{name}" for n in target.steps())]
+            mend_others(target, f"{work.path}/{name}", name, others)
         if attempt is None:
             part.leave(target.storage)
         elif part.count > 1:
@@ -177,10 +178,10 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
     return [target.path(n) for n in above[1:2] if not below], []
 
 
-def mend_others(run: StepIndex, good: str, name: str, steps: Iterable[int]) -> None:
-    """Replaces the damaged files of a name in some steps by the good one, each at once."""
+def mend_others(run: StepIndex, good: str, name: str, others: Iterable[str]) -> None:
+    """Replaces the damaged files of a name among those of other steps by the good one."""
     storage, size = run.storage, run.storage.size(good)
-    for other in (f"{run.path(step)}/{name}" for step in steps):
+    for other in dict.fromkeys(others):
         try:
             if storage.kind(other) != "file":
                 continue
