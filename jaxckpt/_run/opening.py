@@ -89,7 +89,7 @@ class Opening:
         return opened
 
     def fail(self) -> None:
-        """Releases a run that cannot be used: the next manager does not wait for this one."""
+        """Releases a run that cannot be used, so that the next manager need not wait."""
         self.ended = "it could not open the run"
         self._owner.close()
 

@@ -179,7 +179,7 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
 
 
 def mend_others(run: StepIndex, good: str, name: str, others: Iterable[str]) -> None:
-    """Replaces the damaged files of a name among those of other steps by the good one."""
+    """Replaces the damaged files of a name in other steps by the good file."""
     storage, size = run.storage, run.storage.size(good)
     for other in dict.fromkeys(others):
         try:

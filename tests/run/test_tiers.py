@@ -586,7 +586,7 @@ def test_an_opening_that_gets_through_late_looks_where_the_run_is(
 
 @pytest.mark.parametrize("is_same_run", [True, False])
 def test_a_full_disk_does_not_lead_into_a_run_that_has_gone_on(
-    of_another_job, local, store, monkeypatch, is_same_run
+    of_another_job, local, store, limits, is_same_run
 ):
     """Nor into another run, which is at that path by now."""
     if not is_same_run:
@@ -596,7 +596,7 @@ def test_a_full_disk_does_not_lead_into_a_run_that_has_gone_on(
     store.away = OSError(errno.EIO, "away")
     manager = CheckpointManager(of_another_job, local=local, keep=KeepPolicy(last=1))
     manager.restore_or(lambda: state(0))
-    monkeypatch.setattr(tiers, "free_bytes", lambda path: 0)
+    limits(tiers, _LEAST_ROOM_BYTES=1 << 62)  # no disk has as much
     store.away = None
     with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
         manager.save(12, state(12)).result(60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import subprocess
 import sys
 import uuid
@@ -20,6 +19,7 @@ from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
+from jaxckpt.cli._make import upload as upload_command
 from jaxckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -190,21 +190,22 @@ def test_an_upload_that_stalls_at_any_call_harms_no_step_of_the_next_job(
 
 
 @pytest.mark.parametrize("place", ["dir", "memory"])
-def test_the_command_stops_when_a_job_takes_the_run(source, tmp_path, monkeypatch, place):
+def test_the_command_stops_when_a_job_takes_the_run(source, tmp_path, place):
     """It has committed nothing that the job does not know."""
     target = tmp_path / "remote" if place == "dir" else f"memory://{tmp_path.name}/remote"
-    send_all = uploading.Sending.send_all
+    begun = []
 
-    def send_and_let_a_job_begin(self, *args, **kwargs):
-        send_all(self, *args, **kwargs)
-        with jaxckpt.CheckpointManager(target) as job:
-            job.save(1, {"w": 5})
+    def let_a_job_begin(verb, path):
+        if verb in ("write", "create") and names.is_data_file(path[-34:]) and not begun:
+            begun.append(path)
+            with jaxckpt.CheckpointManager(target) as job:
+                job.save(1, {"w": 5})
 
-    monkeypatch.setattr(uploading.Sending, "send_all", send_and_let_a_job_begin)
-    code, _, error = cli("upload", source, target)
+    options = {"steps": (), "max_rate": None, "no_job": False, "as_json": True}
+    with pytest.raises(SaveFailed):  # the job has taken the run, or what was sent to a directory
+        upload_command.callback(src=str(source), dst=watched(target, let_a_job_begin), **options)
 
-    assert code == 2
-    assert re.search("a job has taken the run over|another process has written", error)
+    assert begun
     with jaxckpt.CheckpointManager(target) as manager:
         assert manager.all_steps() == [1]
         assert manager.restore() == {"w": 5}
