@@ -11,7 +11,7 @@ check        arguments, and the errors about them
 collector    pauses Python's collector while many objects are made
 notebook     where the surface registers how an object is drawn
 transfer     device to host and back; nothing else touches device buffers
-pool         threads for the calls of one save or restore
+threads      threads for calls: of one save or restore, and daemons for calls that may hang
 pinned       the copies of accelerators, which nobody waits for
 fingerprint  whether a shard still has its bits
 """

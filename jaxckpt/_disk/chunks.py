@@ -24,7 +24,7 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import MAX_KEPT_CHUNKS, ChunkRead, count_chunks, plan_chunks
-from jaxckpt._core.pool import Pool
+from jaxckpt._core.threads import Pool
 from jaxckpt._core.transfer import empty, in_place
 from jaxckpt._disk.checksums import Sums, grid_of
 from jaxckpt._disk.damage import blame

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from jaxckpt._core.pool import Pool
+from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import units_of
 from jaxckpt._disk.places import Table
 from jaxckpt.format import names, ocdbt

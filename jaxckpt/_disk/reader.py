@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Final, TypeVar
 
 from jaxckpt._core.plan import count_chunks, plan_chunks
-from jaxckpt._core.pool import Pool
+from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values
 from jaxckpt._disk.damage import blame

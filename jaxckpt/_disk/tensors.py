@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
-from jaxckpt._core.pool import Pool
+from jaxckpt._core.threads import Pool
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item

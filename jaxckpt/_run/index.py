@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, TypeVar
 
-from jaxckpt._core.pool import Pool
+from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import looks_committed, lost_record, read_facts, read_record
 from jaxckpt._disk.found import Found, check_sizes

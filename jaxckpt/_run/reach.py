@@ -13,9 +13,10 @@ import errno
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar, final
 
+from jaxckpt._core.threads import daemons
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._limit import within
 
@@ -42,7 +43,7 @@ class Reach:
         self._heard_s = heard_s
         self._lock = threading.Lock()  # guards `away` and the two below
         self._late: Future[Any] | None = None  # the call in the background
-        self._calls: dict[Future[Any], threading.Thread] = {}
+        self._calls: set[Future[Any]] = set()  # under way
 
     def ask(self, do: Callable[[], T]) -> T:
         """Returns the answer of a call.
@@ -82,26 +83,10 @@ class Reach:
         return StoreError(self.away, code=errno.ETIMEDOUT)
 
     def _start(self, do: Callable[[], T]) -> Future[T]:
-        call: Future[T] = Future()
-        # A daemon, so that the program can end while the root does not answer.
-        thread = threading.Thread(
-            target=self._make, args=(call, do), name=f"jaxckpt-ask {self.where}", daemon=True
-        )
-        self._calls[call] = thread
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            self._make(call, do)
+        call = daemons("jaxckpt-ask").submit(do)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         return call
-
-    def _make(self, call: Future[T], do: Callable[[], T]) -> None:
-        try:
-            call.set_result(do())
-        except BaseException as error:  # raised where the answer is awaited
-            call.set_exception(error)
-        finally:
-            self._calls.pop(call, None)
-            del call  # as in `ask`
 
     def _is_answered(self, call: Future[Any]) -> bool:
         started_s = time.monotonic()
@@ -118,6 +103,4 @@ class Reach:
             call = self._start(do)
         if not self.away:
             self._is_answered(call)
-        deadline_s = time.monotonic() + _LAST_S
-        for thread in list(self._calls.values()):
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        wait([*self._calls], _LAST_S)

@@ -9,13 +9,14 @@ run during a call.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextvars import ContextVar
 from typing import Any, TypeVar, final
 
+from jaxckpt._core.threads import daemons
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost._distributed import Distributed
 from jaxckpt.multihost._protocol import Processes
@@ -142,48 +143,31 @@ class _Service:
 
 
 def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _T:
-    """Runs a call without a time limit of its own in a thread, and waits for at most `timeout_s`.
+    """Makes a call that has no time limit of its own, and waits for at most `timeout_s`.
 
-    If the service never answers, the daemon thread remains; JAX then ends the process after its
-    heartbeat timeout. An interpreter that shuts down starts no threads: then it runs the call here,
-    without a limit.
+    If the service never answers, a daemon thread remains; JAX then ends the process after its
+    heartbeat timeout.
     """
-    outcome: list[_T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except Exception as error:  # the top of a thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"jaxckpt-{what}", daemon=True)
-    is_started = False
-    if not sys.is_finalizing():  # before Python 3.12 the start would not fail, but never return
-        with contextlib.suppress(RuntimeError):
-            thread.start()
-            is_started = True
-    if is_started:
-        thread.join(timeout_s)
-    else:
-        run()
-    if outcome:
-        return outcome[0]
-    if not errors or _status(errors[0]) == "DEADLINE_EXCEEDED":
+    asked = daemons("jaxckpt-service").submit(call)
+    done, _ = wait([asked], timeout_s)
+    error = asked.exception() if done else None
+    if done and error is None:
+        return asked.result()
+    if error is None or _status(error) == "DEADLINE_EXCEEDED":
         raise CheckpointTimeout(
             f"{what} {key}: the coordination service in process 0 did not answer within "
             f"{timeout_s:g} s\nProcess 0 or the network hangs: see its log.",
             missing=(0,),
         )
-    raise _failed(what, key, errors[0]) from errors[0]
+    raise _failed(what, key, error) from error
 
 
-def _status(error: Exception) -> str:
+def _status(error: BaseException) -> str:
     """Returns the status code at the beginning of a client's error."""
     return str(error).partition(":")[0]
 
 
-def _failed(what: str, key: str, error: Exception) -> ProcessesDisagree:
+def _failed(what: str, key: str, error: BaseException) -> ProcessesDisagree:
     return ProcessesDisagree(
         f"{what} {key}: lost the coordination service in process 0: {error}\nSee the log of "
         "process 0, then restart the job: the newest committed step is untouched.",

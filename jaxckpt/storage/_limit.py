@@ -17,9 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar, final
 
+from jaxckpt._core.threads import daemons
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._mounts import Mount, mounts
 from jaxckpt.storage._protocol import Hold, Storage
@@ -27,6 +27,8 @@ from jaxckpt.storage._settings import limit_s
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+here = threading.local()  # `call`: the call that this thread makes
 
 
 def within(limit_s: Callable[[], float], call: Future[Any], heard_s: Callable[[], float]) -> bool:
@@ -53,15 +55,26 @@ class Call:
     path: str  # where it is; a long call moves on, and its limit then starts again
     do: Callable[[], Any]
     since_s: float = field(default_factory=time.monotonic)
-    done: Future[Any] = field(default_factory=Future)
+    done: Future[Any] = field(init=False)  # from `start` on
 
     def move(self, path: str) -> None:
         """Notes that the call has come to a path."""
         self.path, self.since_s = path, time.monotonic()
 
+    def start(self) -> None:
+        self.done = daemons("jaxckpt-files").submit(self._make)
+
+    def _make(self) -> Any:
+        here.call = self
+        try:
+            return self.do()
+        finally:
+            here.call = None
+            del self  # as in `result`
+
     def result(self, mount: Mount | None = None) -> Any:
         """Makes the call and returns its result; raises StoreError if it hangs."""
-        _start(self)
+        self.start()
         try:
             if not within(limit_s, self.done, partial(getattr, self, "since_s")):
                 raise self.error(mount)
@@ -142,7 +155,7 @@ class _LimitedHold:
         """Releases the lock, or leaves that to another thread if the file system hangs."""
         call = Call("release", "", self.inner.release)
         with contextlib.suppress(StoreError):
-            _start(call) if self.hanging else call.result()
+            call.start() if self.hanging else call.result()
 
 
 @cache
@@ -153,40 +166,3 @@ def ask() -> Callable[..., Any]:
 
 def _ask(do: Callable[..., Any], path: str) -> Any:
     return Call(do.__name__, path, partial(do, path)).result()
-
-
-# --- threads ---------------------------------------------------------------------------------
-
-here = threading.local()  # `call`: the call that this thread makes
-_idle: list[SimpleQueue[Call]] = []  # of threads that wait for a call
-os.register_at_fork(after_in_child=_idle.clear)  # a forked child lacks the threads
-
-
-def _start(call: Call) -> None:
-    try:
-        queue = _idle.pop()
-    except IndexError:
-        queue = SimpleQueue()
-        # A daemon, so that the program can end while it hangs.
-        thread = threading.Thread(target=_serve, args=(queue,), name="jaxckpt-files", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            _make(call)
-            return
-    queue.put(call)
-
-
-def _serve(queue: SimpleQueue[Call]) -> None:
-    while True:
-        call = here.call = queue.get()
-        _make(call)
-        call = here.call = None
-        _idle.append(queue)
-
-
-def _make(call: Call) -> None:
-    try:
-        call.done.set_result(call.do())
-    except BaseException as error:  # raised where the result is awaited
-        call.done.set_exception(error)

@@ -12,16 +12,15 @@ import errno
 import os
 import random
 import re
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import lru_cache
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, final
 
+from jaxckpt._core.threads import Threads, daemons
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._credentials import SIGN_IN, Login
 from jaxckpt.storage._settings import StoreSettings, endpoint_of
@@ -83,88 +82,14 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
-@final
-class Threads:
-    """Threads that make calls, up to a number at once.
-
-    They are daemons: an executor's threads would hold the end of the program until a store that
-    does not answer is given up.
-    """
-
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._lock = threading.Lock()  # guards the two below
-        self._started = 0
-        self._under_way: set[Future[Any]] = set()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Lets a thread make a call."""
-        future: Future[T] = Future()
-        if sys.is_finalizing():  # no other thread runs any more
-            _make(future, call)
-            return future
-        with self._lock:
-            self._under_way.add(future)
-            starts = not self._idle.acquire(blocking=False) and self._started < self._most
-            self._started += starts
-        future.add_done_callback(self._forget)
-        if starts:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is ending, and starts no more threads
-                _make(future, call)
-                return future
-        self._calls.put((future, call))
-        return future
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._under_way.discard(future)
-
-    def _work(self) -> None:
-        while True:
-            future, call = self._calls.get()
-            _make(future, call)
-            del future, call  # refer to the result
-            self._idle.release()
-
-    def under_way(self) -> list[Future[Any]]:
-        """Returns the calls that have not ended."""
-        with self._lock:
-            return list(self._under_way)
-
-
-def _make(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # raised where the result is awaited
-        future.set_exception(error)
-    finally:
-        del future  # refers to the error, whose traceback refers to this frame
-
-
 # Kinds of threads, so that none waits for another of its kind.
 
 
-@lru_cache(maxsize=1)
-def pool() -> Threads:
-    """Returns the threads that wait for answers."""
-    return Threads(REQUESTS_AT_ONCE + _SMALL_AT_ONCE, "jaxckpt-store")
-
-
-@lru_cache(maxsize=1)
-def callers() -> Threads:
-    """Returns the threads that send several requests of one call."""
-    return Threads(REQUESTS_AT_ONCE, "jaxckpt-calls")
-
-
-@lru_cache(maxsize=1)
-def outer_callers() -> Threads:
-    """Returns the threads that make several calls."""
-    return Threads(_SMALL_AT_ONCE, "jaxckpt-together")
+pool = partial(daemons, "jaxckpt-store", REQUESTS_AT_ONCE + _SMALL_AT_ONCE)  # wait for answers
+callers = partial(daemons, "jaxckpt-calls", REQUESTS_AT_ONCE)  # send the requests of one call
+outer_callers = partial(daemons, "jaxckpt-together", _SMALL_AT_ONCE)  # make several calls
+# Renew leases, which must not wait for reads of a silent store.
+keepers = partial(daemons, "jaxckpt-leases", _SMALL_AT_ONCE)
 
 
 def all_of(threads: Threads, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -174,12 +99,6 @@ def all_of(threads: Threads, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     tasks = [threads.submit(call) for call in calls]
     wait(tasks)
     return [task.result() for task in tasks]
-
-
-@lru_cache(maxsize=1)
-def keepers() -> Threads:
-    """Returns the threads that renew leases, which must not wait for reads of a silent store."""
-    return Threads(_SMALL_AT_ONCE, "jaxckpt-leases")
 
 
 _process: int | None = None  # that sent the first request
@@ -196,16 +115,11 @@ def _check_not_forked(what: str, path: str) -> None:
         )
 
 
-_KINDS: Final = (pool, callers, outer_callers, keepers)
-for _kind in _KINDS:
-    os.register_at_fork(after_in_child=_kind.cache_clear)  # a forked child lacks the threads
-
-
 @atexit.register
 def _end() -> None:
     """Waits briefly: a request that returns to an ending interpreter can abort the process."""
-    known = [kind() for kind in _KINDS if kind.cache_info().currsize]
-    wait([call for threads in known for call in threads.under_way()], _LAST_S)
+    kinds = (pool, callers, outer_callers, keepers)
+    wait([call for kind in kinds for call in kind().under_way()], _LAST_S)
 
 
 @final

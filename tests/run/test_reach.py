@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import wait
 from itertools import count
 
 import pytest
 
+from jaxckpt._core.threads import daemons
 from jaxckpt._run.reach import Reach
 from jaxckpt.errors import StoreError
 
@@ -33,16 +35,16 @@ def place():
     found = Place()
     yield found
     found.answers.set()
+    wait_for_all()
 
 
-def threads_of(reach):
-    return [one for one in threading.enumerate() if one.name == f"jaxckpt-ask {reach.where}"]
+def under_way():
+    return daemons("jaxckpt-ask").under_way()
 
 
-def wait_for(reach):
+def wait_for_all():
     """Waits until no call is under way in the background."""
-    for thread in threads_of(reach):
-        thread.join(PATIENCE_S)
+    wait(under_way(), PATIENCE_S)
 
 
 def test_an_answer_and_an_error_are_those_of_the_call():
@@ -63,9 +65,9 @@ def test_a_place_without_an_answer_is_asked_in_the_background(place):
     for _ in range(3):
         with pytest.raises(StoreError, match="background"):
             reach.ask(place.ask)
-    assert (place.asked, len(threads_of(reach))) == (1, 1)
+    assert (place.asked, len(under_way())) == (1, 1)
     place.answers.set()
-    wait_for(reach)
+    wait_for_all()
     assert reach.ask(place.ask) == "answer"
     assert not reach.away
 
@@ -82,10 +84,10 @@ def test_a_place_that_is_away_still_is_when_its_call_fails(place):
         reach.ask(fails)
     reach.away_s = PATIENCE_S
     place.answers.set()
-    wait_for(reach)
+    wait_for_all()
     with pytest.raises(StoreError, match="not answered"):
         reach.ask(place.ask)
-    wait_for(reach)
+    wait_for_all()
     assert reach.ask(place.ask) == "answer"
 
 
@@ -121,4 +123,6 @@ def test_leaving_waits_only_for_a_place_that_answers(place):
     done.clear()
     reach.leave(done.set)
     assert done.wait(PATIENCE_S)
-    assert all(thread.daemon for thread in threads_of(reach))
+    threads = [one for one in threading.enumerate() if one.name == "jaxckpt-ask"]
+    assert threads
+    assert all(thread.daemon for thread in threads)

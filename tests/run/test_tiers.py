@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import wait
 from itertools import count, pairwise
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt._core.threads import daemons
 from jaxckpt._disk.find import find
 from jaxckpt._run import tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
@@ -806,9 +808,9 @@ def test_a_function_of_the_uploading_thread_cannot_wait_for_uploads(tmp_path, lo
     handles, refused = [], []
 
     def when(info):
-        for wait in [manager.wait_until_finished, *(one.durable for one in handles)]:
+        for waits in [manager.wait_until_finished, *(one.durable for one in handles)]:
             try:
-                wait()
+                waits()
             except RuntimeError as error:
                 refused.append(str(error))
         return True
@@ -839,10 +841,10 @@ def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(
         told.append(str(error))
     told += [one for one in manager.problems if "steps [1] are not uploaded" in one]
     assert f"jaxckpt upload {local} {tmp_path / 'run'}" in told[0]
-    asking = [one for one in threading.enumerate() if one.name.startswith("jaxckpt-ask")]
+    asking = daemons("jaxckpt-ask").under_way()
     assert len(asking) == 1
     store.answers.set()
-    asking[0].join(60)
+    wait(asking, 60)
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         assert not any("running job" in problem for problem in manager.problems)
 

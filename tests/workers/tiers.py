@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
 
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt._core.threads import daemons
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing._storage import MUTATING_VERBS, _Relay
 from tests.workers.manages import check_state, make_init, specs, state_at
@@ -61,9 +63,7 @@ def resume_away(me, root):
         silent.answers.set()
         handle.durable()
         manager.wait_until_finished()
-        for thread in threading.enumerate():  # what they asked
-            if thread.name.startswith("jaxckpt-ask"):
-                thread.join()
+        wait(daemons("jaxckpt-ask").under_way())
         return {**told, "tiers": manager.tiers}
 
 

@@ -1,0 +1,98 @@
+"""Threads for calls: those of one save or restore, and daemons for calls that may hang."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from queue import SimpleQueue
+from typing import Any, TypeVar, final
+
+T = TypeVar("T")
+
+
+class Pool(ThreadPoolExecutor):
+    """Works also while the interpreter ends and starts no more threads: in the calling thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:  # as in a function of `atexit`
+            done: Future[Any] = Future()
+            done.set_result(fn(*args, **kwargs))
+            return done
+
+
+@final
+class Threads:
+    """Daemon threads that make calls, up to a number at once.
+
+    An executor's threads would hold the end of the program until a call that hangs has returned.
+    """
+
+    def __init__(self, name: str, most: float) -> None:
+        self._name, self._most = name, most
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()  # guards the two below
+        self._started = 0
+        self._under_way: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Lets a thread make a call."""
+        future: Future[T] = Future()
+        if sys.is_finalizing():  # no other thread runs any more
+            _make(future, call)
+            return future
+        with self._lock:
+            self._under_way.add(future)
+            starts = not self._idle.acquire(blocking=False) and self._started < self._most
+            self._started += starts
+        future.add_done_callback(self._forget)
+        if starts:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                _make(future, call)
+                return future
+        self._calls.put((future, call))
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            _make(future, call)
+            del future, call  # refer to the result
+            self._idle.release()
+
+    def under_way(self) -> list[Future[Any]]:
+        """Returns the calls that have not ended."""
+        with self._lock:
+            return list(self._under_way)
+
+
+def _make(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # raised where the result is awaited
+        future.set_exception(error)
+    finally:
+        del future  # refers to the error, whose traceback refers to this frame
+
+
+@cache
+def daemons(name: str, most: float = math.inf) -> Threads:
+    """Returns the threads of a name, which every caller shares."""
+    return Threads(name, most)
+
+
+os.register_at_fork(after_in_child=daemons.cache_clear)  # a forked child lacks the threads
