@@ -20,13 +20,13 @@ from jaxckpt._convert.source import (
     as_stored,
     check_leaves,
     of_checkpoint,
-    plain_root,
     read_with_parts,
     with_dtype,
 )
 from jaxckpt._convert.target import clipped, enlarged, parts_of, run_shape, write_checkpoint
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained
+from jaxckpt._core.plain import plain_root
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import read_headers, runs
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedLeaf
@@ -320,9 +320,10 @@ def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
     for header in headers.values():
         metadata |= header.metadata
     copies = tuple(with_dtype(leaf, dtype) for leaf in leaves)
+    root = plain_root({leaf.path: leaf.key_types for leaf in leaves})
     return Leaves(
         where=file,
-        tree=Tree(leaves=copies, root=plain_root(leaves), typed=True),
+        tree=Tree(leaves=copies, root=root, typed=True),
         read=partial(_read_parts, storage, places, copies),
         check=partial(_check_unchanged, storage, headers),
         custom_metadata=metadata,

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast, is_floating
+from jaxckpt._core.plain import root_of
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
 from jaxckpt._disk.chunks import LeafRead, Values
@@ -38,7 +39,6 @@ from jaxckpt.format.tree import (
     StoredArray,
     Tree,
     name_problems,
-    path_text,
 )
 from jaxckpt.storage import locate
 
@@ -108,9 +108,8 @@ def of_checkpoint(
     if not chosen:
         raise ValueError(f"only {only!r} and skip {skip!r} leave no leaf of {found.path}")
     check_leaves(chosen, [], saved.path)  # first: they may be nested too deeply to recurse
-    root = _pruned(saved.tree.root, (), {leaf.path for leaf in chosen})[1]
-    if not saved.tree.typed:
-        root = plain_root(chosen)
+    whole = root_of(saved.tree)
+    root = _pruned(whole, (), {leaf.path for leaf in chosen})[1]
     sources = _in_order(chosen, root, saved.path)
     inline = {i: inline for i, leaf in enumerate(sources) if (inline := _inline(leaf)) is not None}
     tree = Tree(
@@ -190,45 +189,6 @@ def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Nod
         children=tuple(child for _, _, child in selected),
     )
     return bool(selected), part
-
-
-def plain_root(leaves: Sequence[Leaf]) -> Node | None:
-    """Returns lists and dicts by the key types alone; CorruptCheckpoint if they make no tree."""
-    kinds: dict[Path, int] = {}
-    top: dict[str, Any] = {}
-    for leaf in leaves:
-        for depth, kind in enumerate(leaf.key_types):
-            if kinds.setdefault(leaf.path[:depth], kind) != kind:
-                raise _no_tree(leaf, leaf.path[:depth], "is a list for one leaf, a dict for others")
-        node: Any = top
-        for name in leaf.path[:-1]:
-            node = node.setdefault(name, {})
-            if node is None:
-                raise _no_tree(leaf, leaf.path, "lies below another leaf")
-        if leaf.path and node.setdefault(leaf.path[-1], None) is not None:
-            raise _no_tree(leaf, leaf.path, "lies above another leaf")
-    if len(leaves) == 1 and not leaves[0].path:
-        return None
-    return _plain_node(top, (), kinds)
-
-
-def _no_tree(leaf: Leaf, path: Path, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{path_text(path)} {what}", leaf=leaf.text)
-
-
-def _plain_node(children: Mapping[str, Any], path: Path, kinds: Mapping[Path, int]) -> Node:
-    names = list(children)
-    in_order = sorted(names, key=lambda name: (len(name), name))
-    is_list = kinds.get(path) == SEQUENCE and all(n == str(i) for i, n in enumerate(in_order))
-    names = in_order if is_list else names
-    return Node(
-        type="list" if is_list else "dict",
-        names=tuple(names),
-        children=tuple(
-            None if children[name] is None else _plain_node(children[name], (*path, name), kinds)
-            for name in names
-        ),
-    )
 
 
 def _in_order(leaves: Sequence[Leaf], root: Node | None, where: str) -> list[Leaf]:

@@ -1,6 +1,7 @@
 """Boxes, plans and trees, which never touch the disk; and copies from device to host.
 
 pytree       a pytree as a flat list of leaves, and back; the allow-list of classes is here
+plain        lists and dicts of leaves, by their key types alone
 box          half-open boxes of indices; shards and chunks are boxes
 plan         which process writes which chunk, and which chunk a shard needs
 spread       how processes divide the reading, so that every value is read once

@@ -25,6 +25,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 
+from jaxckpt._core.plain import are_indices, plain_root, root_of
 from jaxckpt._core.text import counted
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
@@ -435,10 +436,7 @@ def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
         values: By path. Missing leaves are left out, and a container that lacks a child becomes
             a dict.
     """
-    if tree.typed:
-        built = _rebuild_node(tree.root, (), values)
-    else:
-        built = _rebuild_plain(tree.leaves, values)
+    built = _rebuild_node(root_of(tree), (), values)
     return {} if built is ABSENT else built
 
 
@@ -465,7 +463,8 @@ def _abstract_value(leaf: Leaf) -> object:
 
 def rebuild_named(leaves: Mapping[Path, object]) -> object:
     """Returns renamed leaves as nested dicts."""
-    return leaves[()] if () in leaves else _nest(leaves)
+    built = _rebuild_node(plain_root(dict.fromkeys(leaves, ())), (), leaves)
+    return {} if built is ABSENT else built
 
 
 def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) -> object:
@@ -492,58 +491,9 @@ def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) 
             return tuple(built)
         if (instance := _build_class(node, built)) is not ABSENT:
             return instance
-        if _are_indices(node.names):
+        if are_indices(node.names):
             return built
     return {k: v for k, v in zip(node.names, built, strict=True) if v is not ABSENT}
-
-
-def _are_indices(names: Sequence[str]) -> bool:
-    return all(name == str(i) for i, name in enumerate(names))
-
-
-def _rebuild_plain(leaves: Sequence[Leaf], values: Mapping[Path, object]) -> object:
-    """Returns lists and dicts, from the key types alone."""
-    kinds: dict[Path, int] = {}
-    for leaf in leaves:
-        for depth, kind in enumerate(leaf.key_types):
-            if kinds.setdefault(leaf.path[:depth], kind) != kind:
-                raise CorruptCheckpoint(
-                    f"{path_text(leaf.path[:depth])} is a list for one leaf and a dict for another",
-                    leaf=leaf.text,
-                )
-    if len(leaves) == 1 and not leaves[0].path:
-        return values.get((), ABSENT)
-    nested = _nest({leaf.path: values[leaf.path] for leaf in leaves if leaf.path in values})
-    return _listed(nested, (), kinds)
-
-
-def _nest(values: Mapping[Path, object]) -> dict[str, Any]:
-    top: dict[str, Any] = _Nested()
-    for path, value in values.items():
-        node = top
-        for name in path[:-1]:
-            node = node.setdefault(name, _Nested())
-            if not isinstance(node, _Nested):
-                raise CorruptCheckpoint(f"{path_text(path)} is below another leaf")
-        if not path or path[-1] in node:
-            raise CorruptCheckpoint(f"{path_text(path)} is above another leaf")
-        node[path[-1]] = value
-    return top
-
-
-class _Nested(dict[str, Any]):
-    """A dict made by `_nest`, as opposed to a leaf whose value is a dict."""
-
-
-def _listed(node: object, path: Path, kinds: Mapping[Path, int]) -> object:
-    if not isinstance(node, _Nested):
-        return node
-    children = {name: _listed(child, (*path, name), kinds) for name, child in node.items()}
-    if kinds.get(path) == SEQUENCE:
-        order = sorted(children, key=lambda name: (len(name), name))
-        if _are_indices(order):
-            return [children[name] for name in order]
-    return children
 
 
 def empty_value(leaf: Leaf) -> object:

@@ -57,7 +57,9 @@ class Threads:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter is ending, and starts no more threads
+            except RuntimeError:  # the interpreter is ending, or the system has no more threads
+                with self._lock:
+                    self._started -= 1
                 _make(future, call)
                 return future
         self._calls.put((future, call))
