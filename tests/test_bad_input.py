@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -33,7 +34,7 @@ from jaxckpt.errors import (
     TreeMismatch,
     UnsupportedFormat,
 )
-from jaxckpt.format import names, step
+from jaxckpt.format import names, safetensors, step, tree
 
 LAWS = settings(
     deadline=None,
@@ -614,6 +615,32 @@ def test_lying_metadata_gives_typed_errors_at_length(saved, tmp_path, name, seed
 
 
 # --- metadata that points elsewhere ----------------------------------------------------------
+
+
+def test_arrays_beside_a_file_of_flax_may_not_be_a_link(tmp_path):
+    """They would be read from elsewhere."""
+    jaxckpt.save(tmp_path / "secret", {"w": np.ones(2)})
+    file = tmp_path / "run" / "checkpoint_1"
+    file.parent.mkdir()
+    file.write_bytes(serialization.msgpack_serialize({"w": np.ones(2)}))
+    jaxckpt.restore(file)
+    Path(f"{file}_gda").symlink_to(tmp_path / "secret")
+
+    with pytest.raises(CorruptCheckpoint, match="checkpoint_1_gda"):
+        jaxckpt.restore(file)
+
+
+def test_no_tree_is_so_deep_that_its_paths_fill_the_memory():
+    """Each leaf refers to all containers above it."""
+    deep = {
+        "key_metadata": [{"key": "a", "key_type": 2}] * 300,
+        "value_metadata": {"value_type": "np.ndarray"},
+    }
+    with pytest.raises(CorruptCheckpoint, match="nested deeper than 256"):
+        tree.decode(json.dumps({"tree_metadata": {"a": deep}}).encode(), file="f")
+    text = {".".join("a" * 300): {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    with pytest.raises(UnsupportedFormat, match="more than 256 dots"):
+        safetensors.decode_header(json.dumps(text).encode(), 1000, file="f")
 
 
 CLASSES = [

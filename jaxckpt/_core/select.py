@@ -28,7 +28,7 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
 
 def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, where: str) -> None:
     """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `where`."""
-    for option, globs in (("only", only), ("skip", skip)):
+    for option, globs in (("only", only), ("skip", None if skip in ([], ()) else skip)):
         for glob in globs if isinstance(globs, Iterable) else [globs]:
             wanted = "a glob over leaf paths, or a list of them"
             check_type(where, option, glob, str | None, wanted)
@@ -57,7 +57,9 @@ def _is_any(globs: str | Sequence[str], path: Path) -> bool:
     texts = {path_text(path), "/".join(path)}  # a name with "/" may be written as the tree shows it
     listed = [globs] if isinstance(globs, str) else globs
     return any(
-        text == glob or fnmatch.fnmatchcase(text, glob) or fnmatch.fnmatchcase(text, f"{glob}/*")
+        f"{text}/".startswith(f"{glob}/")
+        or fnmatch.fnmatchcase(text, glob)
+        or fnmatch.fnmatchcase(text, f"{glob}/*")
         for glob in listed
         for text in texts
     )

@@ -67,6 +67,9 @@ def read_flax(found: Found, name: str) -> Item:
     saved = Tree(
         leaves=tuple(_leaves_of(raw, (), ())), zarr_version=2, uses_ocdbt=False, fill_missing=True
     )
+    folder, arrays_of = posixpath.split(f"{file}_gda")
+    for leaf in saved.leaves[:1]:
+        _refuse_link(leaf, found, folder, arrays_of)
     beside = replace(found, items={name: f"{file}_gda"})
     return _complete(make_item(beside, name, saved, database=False, ours=False))
 

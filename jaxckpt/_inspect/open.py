@@ -250,7 +250,8 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
     if leaf.stored is not None:
         size = math.prod(leaf.stored.shape) * dtype_of(leaf.stored.dtype).itemsize
     elif leaf.kind not in ("empty", "ellipsis"):
-        size = getattr(leaf.value, "nbytes", None) or len(leaf.value or "")
+        size = getattr(leaf.value, "nbytes", None)
+        size = len(leaf.value or "") if size is None else size
     return LeafInfo(
         path=leaf.text,
         kind=leaf.kind,

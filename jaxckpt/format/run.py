@@ -175,7 +175,10 @@ def encode_steps(steps: Sequence[str]) -> bytes:
 
 def decode_steps(data: bytes, *, file: str) -> list[str]:
     """Returns the names of steps; leaves out all other names."""
-    found = expect(jsontext.loads(data, file=file), list, "the file", file=file)
+    return _steps_in(expect(jsontext.loads(data, file=file), list, "the file", file=file))
+
+
+def _steps_in(found: list[Any]) -> list[str]:
     return [one for one in found if isinstance(one, str) and "/" not in one and is_like_step(one)]
 
 
@@ -244,7 +247,7 @@ def decode_doomed(data: bytes, *, file: str) -> Doomed:
     steps = expect(top.get("steps"), list, "'steps'", file=file)
     move_to = top.get("move_to")
     return Doomed(
-        steps=[expect(step, str, "a step", file=file) for step in steps],
+        steps=_steps_in([expect(step, str, "a step", file=file) for step in steps]),
         owner=expect(top.get("owner", ""), str, "'owner'", file=file),
         move_to=None if move_to is None else expect(move_to, str, "'move_to'", file=file),
     )

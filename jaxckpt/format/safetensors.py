@@ -24,6 +24,7 @@ from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
 from jaxckpt.format import jsontext
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
+from jaxckpt.format.tree import MAX_READ_LEVELS
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -178,6 +179,8 @@ def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # J
     word = expect(fields.get("dtype"), str, f"{where}: dtype", file=file)
     shape = expect_shape(fields.get("shape"), f"{where}: shape", file=file)
     offsets = expect_shape(fields.get("data_offsets"), f"{where}: data_offsets", file=file)
+    if name.count(".") >= MAX_READ_LEVELS:
+        raise UnsupportedFormat(f"{file}: {where[:80]}... has more than {MAX_READ_LEVELS} dots")
     if word not in _DTYPES:
         raise UnsupportedFormat(
             f"{file}: {where} has dtype {word!r}, must be one of {', '.join(_DTYPES)}"

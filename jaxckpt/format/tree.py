@@ -32,6 +32,7 @@ NAMED: Final = 2  # key_type: a dict key or an attribute
 
 # Each container takes two levels of JSON, and readers accept `jsontext.MAX_DEPTH`.
 MAX_LEVELS: Final = 90
+MAX_READ_LEVELS: Final = 256  # of other writers; Python's stack ends soon after
 _MAX_NAME_BYTES: Final = 16 << 10  # database keys have at most 64 kB
 
 # The longest int that Python parses. Ints too large for an array are stored as text.
@@ -338,12 +339,15 @@ def decode(data: bytes, *, file: str) -> Tree:
         leaves = tuple(replace(x, doubled=True) if _ends_in_slash(x) else x for x in leaves)
     if ours is not None:
         root = _decode_node(ours["tree"], file) if ours.get("tree") else None
-        _check_containers(root, leaves, file)
+        if odd := _unlike(root, leaves):  # some leaves would be lost silently
+            what = f"the containers and the list of leaves differ: {', '.join(odd[:8])}"
+            raise damaged(file, what, leaf=odd[0])
         kinds = expect(ours.get("kinds", {}), dict, "'kinds'", file=file)
         if odd := [kind for kind in kinds.values() if kind not in _STORED_KINDS]:
             raise damaged(file, f"unknown kind {odd[0]!r}")
     elif isinstance(text := top.get("value_metadata_tree"), str):
         root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
+        root = None if _unlike(root, leaves) else root
     ocdbt, zarr3, stores_fill = (
         None if (flag := top.get(key)) is None else expect(flag, bool, repr(key), file=file)
         for key in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
@@ -402,8 +406,8 @@ def _units(*shapes: bytes) -> int:
     return math.prod(-(-n // max(1, unit)) for n, unit in zip(shape, inner or chunk, strict=True))
 
 
-def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> None:
-    """Refuses containers that do not match the leaves: some leaves would be lost silently."""
+def _unlike(root: Node | None, leaves: Sequence[Leaf]) -> list[str]:
+    """Returns the paths that are only in the containers, or only in the list of leaves."""
     in_tree: set[Path] = set()
     nodes: list[tuple[Path, Node | None]] = [((), root)]
     for path, node in nodes:  # which grows meanwhile
@@ -412,9 +416,7 @@ def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> N
         else:
             below = zip(node.names, node.children, strict=True)
             nodes += [((*path, name), child) for name, child in below]
-    if odd := sorted(map(path_text, in_tree ^ {leaf.path for leaf in leaves})):
-        what = f"the containers and the list of leaves differ: {', '.join(odd[:8])}"
-        raise damaged(file, what, leaf=odd[0])
+    return sorted(map(path_text, in_tree ^ {leaf.path for leaf in leaves}))
 
 
 def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]:
@@ -436,6 +438,8 @@ def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]
 
 def _decode_path(value: object, file: str) -> tuple[Path, tuple[int, ...]]:
     keys: list[Any] = expect(value, list, "'key_metadata'", file=file)
+    if len(keys) > MAX_READ_LEVELS:
+        raise damaged(file, f"a leaf is nested deeper than {MAX_READ_LEVELS} levels")
     if {*map(type, keys)} <= {dict}:
         path = tuple([key.get("key") for key in keys])
         key_types = tuple([key.get("key_type") for key in keys])

@@ -24,6 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 __all__ = ["aws", "azure", "gcp"]
@@ -99,6 +100,6 @@ def _left_s(when: str) -> float:
     try:
         at = datetime.datetime.fromisoformat(when)
     except ValueError:
-        at = datetime.datetime.strptime(when, "%a, %d %b %Y %H:%M:%S GMT")
+        at = parsedate_to_datetime(when)
     at = at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)
     return max(0.0, (at - datetime.datetime.now(datetime.UTC)).total_seconds())

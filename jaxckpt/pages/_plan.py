@@ -46,7 +46,7 @@ def _figure(outlook: Mapping[str, Any]) -> str:
         return ""
     marks = [
         Mark(
-            step=int(seconds),
+            step=seconds,
             value=100 * float(goodput),
             title=f"{100 * goodput:.2f} % at {duration(seconds)}",
             best=seconds == best,

@@ -30,7 +30,7 @@ _HUGE: Final = 1e300
 class Mark:
     """One step in a drawing; `best`, `pinned` and `bad` highlight it."""
 
-    step: int
+    step: float
     value: float | None = None  # its height in a chart; NaN and infinities are lines
     title: str = ""  # the tooltip
     kept: bool = True  # whether the policy keeps it

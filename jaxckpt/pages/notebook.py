@@ -63,21 +63,20 @@ def checkpoint_html(
         1
     """
     if statistics is None:
-        statistics = _numbers(ckpt)
-    return block(tree_head(ckpt) + tree_html(ckpt, statistics))
+        with contextlib.suppress(CheckpointError, OSError, ValueError):
+            statistics = numbers(ckpt)
+    return block(tree_head(ckpt) + tree_html(ckpt, statistics or {}))
 
 
-def _numbers(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
-    """Reads single numbers that jaxckpt wrote, nearest to the root first; none after an error."""
+def numbers(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
+    """Reads single numbers that jaxckpt wrote, nearest to the root first."""
     tree = ckpt._tree
     if tree is None or not tree.ours:  # the chunks of other programs may be large
         return {}
     small = (leaf for leaf in ckpt.leaves.values() if leaf.size_bytes <= _NUMBER_BYTES)
     wanted = {leaf.path for leaf in small if is_scalar(leaf)}
     found = [leaf for leaf in tree.tree.leaves if leaf.text in wanted]
-    with contextlib.suppress(CheckpointError, OSError, ValueError):
-        return ckpt._statistics(sorted(found, key=lambda leaf: len(leaf.path))[:_MAX_NUMBERS])
-    return {}
+    return ckpt._statistics(sorted(found, key=lambda leaf: len(leaf.path))[:_MAX_NUMBERS])
 
 
 def manager_html(manager: CheckpointManager) -> str:

@@ -29,12 +29,10 @@ from jaxckpt.pages._html import STYLE, count, escape, moment
 from jaxckpt.pages._plan import plan_html
 from jaxckpt.pages._starts import starts_html
 from jaxckpt.pages._svg import Bar
-from jaxckpt.pages.notebook import is_scalar, json_html, listing, tree_head, tree_html
-from jaxckpt.types import LeafStatistics
+from jaxckpt.pages.notebook import json_html, listing, numbers, tree_head, tree_html
 
 _MAX_CHARTS: Final = 12
 _MAX_ITEMS: Final = 20
-_MAX_SCALARS: Final = 50
 # At the top of every report; only a file with it is replaced.
 _MARK: Final = '<meta name="generator" content="jaxckpt'
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -256,22 +254,14 @@ def _newest_contents(run: RunOverview, root: str) -> tuple[str, list[str]]:
             broken.append(f"step {step.step:,}: {error}")
             continue
         try:
-            numbers = _scalars(ckpt)
+            values = numbers(ckpt)
         except (CheckpointError, OSError, ValueError) as error:
             broken.append(f"step {step.step:,}: {error}")
-            numbers = {}
+            values = {}
         others = [name for name in ckpt.items if name not in (ckpt.item, names.METRICS_ITEM)]
-        shown = tree_head(ckpt) + tree_html(ckpt, numbers)
+        shown = tree_head(ckpt) + tree_html(ckpt, values)
         return shown + "".join(_json_item(path, name) for name in others[:_MAX_ITEMS]), broken
     return "", broken
-
-
-def _scalars(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
-    """Reads the first leaves of one number each."""
-    if ckpt._tree is None:
-        return {}
-    scalars = [leaf for leaf in ckpt._tree.tree.leaves if is_scalar(ckpt.leaves[leaf.text])]
-    return ckpt._statistics(scalars[:_MAX_SCALARS])
 
 
 def _json_item(path: str, name: str) -> str:

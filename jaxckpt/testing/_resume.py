@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format.run import number_of
 from jaxckpt.testing._processes import ProcessKilled
 from jaxckpt.testing._trace import ResumeDiffers, Row, Saved, Trace, compare, row_of
 
@@ -111,7 +112,7 @@ def _newest(run: Path) -> Saved | None:
         found = open_checkpoint(run)
     except CheckpointNotFound:
         return None
-    return Saved(step=int(Path(found.path).name), leaves=frozenset(found.leaves))
+    return Saved(step=number_of(Path(found.path).name), leaves=frozenset(found.leaves))
 
 
 # --- running the loop ------------------------------------------------------------------------

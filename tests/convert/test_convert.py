@@ -233,10 +233,12 @@ def test_scalars_of_orbax_become_what_they_restore_to(tmp_path):
 def test_a_flax_file_becomes_a_checkpoint(tmp_path):
     """With its small values, which no array holds there."""
     state = {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(2, ml_dtypes.bfloat16), "n": 3}
+    state["none"] = np.zeros((0, 4), np.float32)
     (tmp_path / "checkpoint_5").write_bytes(serialization.msgpack_serialize(state))
 
     jaxckpt.convert(tmp_path, tmp_path / "copy")
 
+    assert jaxckpt.open(tmp_path).leaves["none"].size_bytes == 0
     assert jaxckpt.verify(tmp_path / "copy").ok
     assert same(jaxckpt.restore(tmp_path / "copy"), state)
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,17 @@ report(sys.argv[1], sys.argv[2])
 
     assert done.stderr.strip().endswith(f"File too large: '{tmp_path / 'report.html'}'")
     assert not [path for path in tmp_path.iterdir() if "report.html" in path.name]
+
+
+def test_a_report_reads_no_numbers_of_other_programs(tmp_path):
+    """Their chunks may be of any size."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "run" / "1", {"lr": np.full(1, 777.25)})
+
+    report(tmp_path / "run", tmp_path / "report.html")
+
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert "lr" in html
+    assert "777" not in html
 
 
 def test_a_report_shows_values_and_json_items(tmp_path):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CorruptCheckpoint
+from jaxckpt.format import names
 from tests.golden import compare
 from tests.golden.fixture import Golden, PrngKey, Sample, golden_names
 from tests.strategies import same
@@ -571,6 +572,19 @@ def test_restores_what_the_installed_orbax_wrote(tmp_path, mesh, writer):
         assert got["params"][name].sharding == leaf.sharding
     if writer == "rich":
         assert got["pair"] == (7, 0.5)
+
+
+def test_containers_that_lack_a_leaf_lose_none(tmp_path):
+    """Orbax records leaves and containers apart; then the tree is that of the leaves."""
+    WRITERS["rich"](tmp_path / "a", {"w": np.ones(2), "pair": (1, 2)})
+    WRITERS["rich"](tmp_path / "b", {"w": np.ones(2)})
+    file = tmp_path / "a" / names.TREE_METADATA
+    containers = json.loads((tmp_path / "b" / names.TREE_METADATA).read_text())
+    facts = json.loads(file.read_text())
+    assert facts["value_metadata_tree"] != containers["value_metadata_tree"]
+    file.write_text(json.dumps({**facts, "value_metadata_tree": containers["value_metadata_tree"]}))
+
+    assert same(jaxckpt.restore(tmp_path / "a"), {"pair": [1, 2], "w": np.ones(2)})
 
 
 @every_writer

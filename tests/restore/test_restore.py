@@ -509,6 +509,21 @@ def test_a_name_with_a_slash_may_be_written_as_it_is_shown(tmp_path, glob):
     assert jaxckpt.restore(tmp_path / "a", skip=glob) == {"x": 2}
 
 
+def test_a_name_with_brackets_may_be_written_as_it_is_shown(tmp_path):
+    """Of a leaf or a container; as a glob, it would select other names."""
+    jaxckpt.save(tmp_path / "a", {"h[0]": {"w": 1}, "h0": 2})
+
+    assert jaxckpt.restore(tmp_path / "a", only="h[0]") == {"h[0]": {"w": 1}, "h0": 2}
+    assert jaxckpt.restore(tmp_path / "a", only="h[0]/w") == {"h[0]": {"w": 1}}
+
+
+def test_an_empty_list_skips_nothing(plain):
+    """A program may compute it; an empty `only` would restore nothing and is an error."""
+    assert same(jaxckpt.restore(plain, skip=[]), jaxckpt.restore(plain))
+    with pytest.raises(ValueError, match="matches no leaf"):
+        jaxckpt.restore(plain, only=[])
+
+
 def test_a_pattern_that_matches_nothing_is_an_error(plain):
     """A misspelt `only` must not give back the target as if it were restored."""
     with pytest.raises(ValueError, match=r"prams.*params/b"):

@@ -145,20 +145,29 @@ def test_names_that_would_not_be_found_are_refused(fields, error):
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
+maybe_texts = st.none() | texts
 ints = st.integers(-(2**63), 2**63)
+step_names = st.builds("{}{}".format, st.sampled_from(["", "ckpt_"]), st.integers(0, 2**53))
 
 
 @LAWS
 @given(
     st.builds(Owner, token=texts, host=texts, pid=ints, opened_ns=ints),
     st.builds(Lease, step=texts, expires_ns=ints),
-    st.builds(Doomed, steps=st.lists(texts, max_size=4), owner=texts, move_to=st.none() | texts),
+    st.builds(Doomed, steps=st.lists(step_names, max_size=4), owner=texts, move_to=maybe_texts),
 )
 def test_small_files_read_back(owner, lease, doomed):
     """Owner, lease and doomed."""
     assert run.decode_owner(run.encode_owner(owner), file="f") == owner
     assert run.decode_lease(run.encode_lease(lease), file="f") == lease
     assert run.decode_doomed(run.encode_doomed(doomed), file="f") == doomed
+
+
+def test_no_name_in_a_record_of_deletions_leads_out_of_the_run():
+    """What it names is deleted."""
+    doomed = Doomed(steps=["../victim", "..", "run/7", "7"], owner="", move_to=None)
+
+    assert run.decode_doomed(run.encode_doomed(doomed), file="f").steps == ["7"]
 
 
 json_values = st.recursive(

@@ -25,6 +25,8 @@ def faulty(directory, fault, **shown):
 
 def test_a_loop_that_resumes_exactly_passes(tmp_path):
     assert check_exact_resume(loop, tmp_path / "new", **STEPS) >= 1
+    named = functools.partial(loop, prefix="ckpt")
+    assert check_exact_resume(named, tmp_path / "named", **STEPS) >= 1
 
 
 @pytest.mark.parametrize(

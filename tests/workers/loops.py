@@ -60,7 +60,7 @@ def update(state, batch, rate):
     return {"params": {"w": w}, "opt": {"count": count, "mean": mean}, "key": key}, loss
 
 
-def loop(run, *, fault="", start=True, batch=True, steps=12):
+def loop(run, *, fault="", start=True, batch=True, steps=12, prefix=None):
     """Trains; `start` and `batch` decide how much it yields."""
     data, added, resumed = Data(), 0.0, None
     saves_key = fault != "key"
@@ -68,7 +68,7 @@ def loop(run, *, fault="", start=True, batch=True, steps=12):
     def init():
         return {k: v for k, v in make_state().items() if saves_key or k != "key"}
 
-    with CheckpointManager(run) as manager:
+    with CheckpointManager(run, step_prefix=prefix) as manager:
         items = {} if fault == "data" else {"data": data}
         state, step = manager.restore_or(init, items=items)
         resumed = step > 0

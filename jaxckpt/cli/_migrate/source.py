@@ -126,8 +126,10 @@ def parse(data: bytes) -> Program:
 def _in_strings(tree: ast.Module) -> Iterator[Use]:
     """Yields the names of modules in strings, as `import_module` takes them."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and _NAME.fullmatch(str(node.value)):
-            yield Use(line=node.lineno, name=str(node.value), stays="a string")
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        if _NAME.fullmatch(node.value):
+            yield Use(line=node.lineno, name=node.value, stays="a string")
 
 
 # --- what an import means after the change ------------------------------------------------------
