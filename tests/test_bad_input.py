@@ -636,7 +636,7 @@ def test_no_tree_is_so_deep_that_its_paths_fill_the_memory():
         "key_metadata": [{"key": "a", "key_type": 2}] * 300,
         "value_metadata": {"value_type": "np.ndarray"},
     }
-    with pytest.raises(CorruptCheckpoint, match="nested deeper than 256"):
+    with pytest.raises(CorruptCheckpoint, match="256 keys or less"):
         tree.decode(json.dumps({"tree_metadata": {"a": deep}}).encode(), file="f")
     text = {".".join("a" * 300): {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
     with pytest.raises(UnsupportedFormat, match="more than 256 dots"):

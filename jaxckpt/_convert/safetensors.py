@@ -6,9 +6,8 @@ import contextlib
 import math
 import os
 import posixpath
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,23 +16,20 @@ from jaxckpt._convert.source import (
     Leaves,
     Tile,
     Values,
-    as_stored,
     check_leaves,
     of_checkpoint,
     read_with_parts,
-    with_dtype,
 )
-from jaxckpt._convert.target import clipped, enlarged, parts_of, run_shape, write_checkpoint
+from jaxckpt._convert.target import clipped, enlarged, parts_of, write_checkpoint
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained
-from jaxckpt._core.plain import plain_root
 from jaxckpt._core.select import Globs
-from jaxckpt._disk.tensors import read_headers, runs
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedLeaf
+from jaxckpt._disk.tensors import runs
+from jaxckpt.errors import StepExists, UnsupportedLeaf
 from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.safetensors import Header, Tensor
-from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
+from jaxckpt.format.safetensors import Header
+from jaxckpt.format.tree import Leaf
 from jaxckpt.storage import Storage, locate
 
 _REGION_BYTES: Final = 32 << 20
@@ -305,83 +301,8 @@ def import_safetensors(
     Example:
         See `export_safetensors`.
     """
-    source = _of_files(*locate(path), floating(dtype))
-    write_checkpoint(*locate(dst), source, overwrite=overwrite)
-
-
-def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
+    file = os.fspath(path)
     if not file.endswith(safetensors.SUFFIXES):
         raise ValueError(f"{file} must end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
-    headers = read_headers(storage, file)
-    places = [(tensor, shard) for shard, header in headers.items() for tensor in header.tensors]
-    leaves = [_leaf(tensor, dtype) for tensor, _ in places]
-    check_leaves(leaves, _nesting_problems(leaves), file)
-    metadata: dict[str, str] = {}
-    for header in headers.values():
-        metadata |= header.metadata
-    copies = tuple(with_dtype(leaf, dtype) for leaf in leaves)
-    root = plain_root({leaf.path: leaf.key_types for leaf in leaves})
-    return Leaves(
-        where=file,
-        tree=Tree(leaves=copies, root=root, typed=True),
-        read=partial(_read_parts, storage, places, copies),
-        check=partial(_check_unchanged, storage, headers),
-        custom_metadata=metadata,
-        lineage={"by": "import", "path": file, "token": None},
-    )
-
-
-def _check_unchanged(storage: Storage, headers: Mapping[str, Header]) -> None:
-    for file, header in headers.items():
-        if storage.size(file) != header.size_bytes:
-            raise SaveFailed(f"{file} was changed during the import")
-
-
-def _leaf(tensor: Tensor, dtype: str | None) -> Leaf:
-    path = tuple(tensor.name.split("."))
-    itemsize = max(dtype_of(name).itemsize for name in (tensor.dtype, dtype or tensor.dtype))
-    stored = StoredArray(
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        chunk_shape=tuple(max(1, n) for n in tensor.shape),
-        inner_shape=run_shape(tensor.shape, itemsize),
-    )
-    return Leaf(
-        path=path,
-        key_types=(NAMED,) * len(path),
-        kind="numpy",
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stored=stored,
-    )
-
-
-def _nesting_problems(leaves: Sequence[Leaf]) -> list[str]:
-    paths = {leaf.path for leaf in leaves}
-    return [
-        f"  {leaf.name!r} and {'.'.join(leaf.path[:depth])!r} cannot both be tensors of a tree"
-        for leaf in leaves
-        for depth in range(1, len(leaf.path))
-        if leaf.path[:depth] in paths
-    ]
-
-
-def _read_parts(
-    storage: Storage,
-    places: Sequence[tuple[Tensor, str]],
-    copies: Sequence[Leaf],
-    parts: Iterable[Tile],
-) -> Generator[Values, None, None]:
-    for part in parts:
-        tensor, file = places[part.leaf]
-        stored = dtype_of(tensor.dtype)
-        out = np.empty(part.box.shape, stored)
-        # A chunk of the copy is one run of the file, which begins at the chunk's first element.
-        first = int(np.ravel_multi_index(part.box.start, tensor.shape)) if part.box.start else 0
-        try:
-            storage.read_into(
-                file, tensor.offset + first * stored.itemsize, [out.reshape(-1).view(np.uint8)]
-            )
-        except EOFError as error:
-            raise CorruptCheckpoint(f"{file} was truncated: {error}", file=file) from error
-        yield as_stored(out, copies[part.leaf], file)
+    source = of_checkpoint(file, dtype=floating(dtype), by="import")
+    write_checkpoint(*locate(dst), source, overwrite=overwrite)

@@ -26,7 +26,7 @@ from jaxckpt._disk.found import check_current
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
@@ -39,6 +39,7 @@ from jaxckpt.format.tree import (
     StoredArray,
     Tree,
     name_problems,
+    path_text,
 )
 from jaxckpt.storage import locate
 
@@ -82,9 +83,9 @@ def read_with_parts(
 def of_checkpoint(
     src: str | os.PathLike[str],
     *,
-    item: str | None,
-    only: Globs,
-    skip: Globs,
+    item: str | None = None,
+    only: Globs = None,
+    skip: Globs = None,
     dtype: str | None,
     by: str,
 ) -> Leaves:
@@ -119,13 +120,14 @@ def of_checkpoint(
         custom_metadata=saved.tree.custom_metadata,
     )
     check_leaves(tree.leaves, _problems(tree.leaves), saved.path)
+    said = saved.tree.custom_metadata if saved.tensors else found.metadata.custom_metadata
     return Leaves(
         where=saved.path,
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
         read=partial(_read, saved, sources, tree.leaves, inline),
-        check=partial(check_current, found),
-        custom_metadata=found.metadata.custom_metadata or {},
+        check=partial(_check_unchanged, saved),
+        custom_metadata=said or {},
         differences=found.differences,
         lineage={
             "by": by,
@@ -137,13 +139,35 @@ def of_checkpoint(
 
 def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], where: str) -> None:
     """Raises UnsupportedLeaf with all problems, including problems of the leaves' names."""
-    found = [*problems, *name_problems([leaf.path for leaf in leaves])]
+    paths = [leaf.path for leaf in leaves]
+    found = [*problems, *name_problems(paths), *_nesting_problems(paths)]
     if found:
         raise UnsupportedLeaf(
             f"{where}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
             + "\n".join(found[:50])
             + "\nLeave them out (skip)."
         )
+
+
+def _nesting_problems(paths: Sequence[Path]) -> list[str]:
+    known = {*paths}
+    return [
+        f"  {path_text(path)} and {path_text(path[:depth])} cannot both be leaves of a tree"
+        for path in paths
+        for depth in range(1, len(path))
+        if path[:depth] in known
+    ]
+
+
+def _check_unchanged(saved: Item) -> None:
+    """Raises an error if the source was replaced, or if a file of tensors changed its size."""
+    check_current(saved.found)
+    ends: dict[str, int] = {}
+    for file, tensor in (saved.tensors or {}).values():
+        ends[file] = max(ends.get(file, 0), tensor.offset + tensor.size_bytes)
+    for file, end in ends.items():
+        if saved.found.storage.size(file) != end:
+            raise SaveFailed(f"{file} was changed while it was read")
 
 
 def _problems(leaves: Sequence[Leaf]) -> list[str]:

@@ -23,6 +23,7 @@ from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.places import last_files
+from jaxckpt._disk.tensors import run_shape
 from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
@@ -158,30 +159,6 @@ def _smaller(
     piece = run_shape(unit_shape, itemsize)
     is_one = unit_shape == shape
     return piece if is_one or not any(map(int.__mod__, unit_shape, piece)) else chunk_shape
-
-
-def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of pieces of about `MAX_UNIT_BYTES`; each piece is contiguous in memory.
-
-    The pieces are equal if there is a divisor nearby.
-
-    Example:
-        >>> run_shape((3, 10_000_000), 4), run_shape((3, 10_000_019), 4)
-        ((1, 5000000), (1, 8388608))
-    """
-    if 0 in shape:
-        return tuple(n or 1 for n in shape)
-    rest = math.prod(shape) * itemsize
-    for axis, dim in enumerate(shape):
-        rest //= dim
-        room = arrays.MAX_UNIT_BYTES // rest
-        if not room:
-            continue
-        parts = -(-dim // room)
-        even = next((p for p in range(parts, min(4 * parts, dim) + 1) if dim % p == 0), None)
-        rows = dim // even if even else room
-        return (*(1 for _ in shape[:axis]), rows, *shape[axis + 1 :])
-    return tuple(shape)
 
 
 def enlarged(

@@ -86,14 +86,14 @@ class Layout:
 
 @lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
 def _layout(
-    stored: StoredArray | None, boxes: tuple[Box, ...], dtype: np.dtype[Any]
+    stored: StoredArray, boxes: tuple[Box, ...], dtype: np.dtype[Any]
 ) -> tuple[Layout, int, bool]:
     """Returns a layout, the bytes of the buffers, and whether our chunks have those of values."""
     sizes = [box.size * dtype.itemsize for box in boxes]
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
     places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
     layout = Layout(boxes=boxes, dtype=dtype, places=places, room=room, parts=None)
-    if stored is None or stored.zstd is not None:  # no array: a tensor of safetensors
+    if stored.zstd is not None:
         return layout, sum(sizes), False
     if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
         layout = replace(layout, parts=tuple(units_read(layout, stored)))
@@ -141,7 +141,7 @@ class LeafRead:
     is_plain: bool = field(init=False)  # whether our chunks have the bytes of its values
 
     def __post_init__(self) -> None:
-        facts = _layout(self.leaf.stored, self.boxes, self.dtype)
+        facts = _layout(self.leaf.array, self.boxes, self.dtype)
         self.layout, self.total_bytes, self.is_plain = facts
 
 

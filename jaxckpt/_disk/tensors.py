@@ -21,7 +21,7 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import jsontext, safetensors
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage, real
@@ -111,10 +111,36 @@ def read_item(found: Found, name: str) -> Item:
 
 
 def _leaf(tensor: Tensor) -> Leaf:
+    """Returns the leaf of a tensor; as its chunks, parts that those who read all of it can take."""
     path, shape, dtype = tuple(tensor.name.split(".")), tensor.shape, tensor.dtype
-    stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=tuple(max(1, n) for n in shape))
+    chunk_shape = run_shape(shape, dtype_of(dtype).itemsize)
+    stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=chunk_shape)
     kinds = (NAMED,) * len(path)
     return Leaf(path=path, key_types=kinds, kind="numpy", dtype=dtype, shape=shape, stored=stored)
+
+
+def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of pieces of about `MAX_UNIT_BYTES`; each piece is contiguous in memory.
+
+    The pieces are equal if there is a divisor nearby.
+
+    Example:
+        >>> run_shape((3, 10_000_000), 4), run_shape((3, 10_000_019), 4)
+        ((1, 5000000), (1, 8388608))
+    """
+    if 0 in shape:
+        return tuple(n or 1 for n in shape)
+    rest = math.prod(shape) * itemsize
+    for axis, dim in enumerate(shape):
+        rest //= dim
+        room = MAX_UNIT_BYTES // rest
+        if not room:
+            continue
+        parts = -(-dim // room)
+        even = next((p for p in range(parts, min(4 * parts, dim) + 1) if dim % p == 0), None)
+        rows = dim // even if even else room
+        return (*(1 for _ in shape[:axis]), rows, *shape[axis + 1 :])
+    return tuple(shape)
 
 
 class _Piece(NamedTuple):

@@ -346,8 +346,7 @@ def decode(data: bytes, *, file: str) -> Tree:
         if odd := [kind for kind in kinds.values() if kind not in _STORED_KINDS]:
             raise damaged(file, f"unknown kind {odd[0]!r}")
     elif isinstance(text := top.get("value_metadata_tree"), str):
-        root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
-        root = None if _unlike(root, leaves) else root
+        root = _rich_root(text, leaves, file)
     ocdbt, zarr3, stores_fill = (
         None if (flag := top.get(key)) is None else expect(flag, bool, repr(key), file=file)
         for key in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
@@ -438,14 +437,12 @@ def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]
 
 def _decode_path(value: object, file: str) -> tuple[Path, tuple[int, ...]]:
     keys: list[Any] = expect(value, list, "'key_metadata'", file=file)
-    if len(keys) > MAX_READ_LEVELS:
-        raise damaged(file, f"a leaf is nested deeper than {MAX_READ_LEVELS} levels")
-    if {*map(type, keys)} <= {dict}:
+    if {*map(type, keys)} <= {dict} and len(keys) <= MAX_READ_LEVELS:
         path = tuple([key.get("key") for key in keys])
         key_types = tuple([key.get("key_type") for key in keys])
         if {*map(type, path)} <= {str} and {*map(repr, key_types)} <= {"1", "2"}:
             return path, key_types
-    raise damaged(file, f"'key_metadata' must list names and key types, got {short(keys)}")
+    raise damaged(file, f"'key_metadata' is not {MAX_READ_LEVELS} keys or less: {short(keys)}")
 
 
 def _decode_value(value: object, where: str, file: str) -> dict[str, Any]:
@@ -551,6 +548,12 @@ def _check_key(key: object, file: str) -> None:
             _check_key(part, file)
     elif key is not None and not isinstance(key, (str, int, float)):
         raise damaged(file, f"invalid dict key {key!r}")
+
+
+def _rich_root(text: str, leaves: Sequence[Leaf], file: str) -> Node | None:
+    """Returns the containers that Orbax recorded apart from the leaves, if they have the same."""
+    root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
+    return None if _unlike(root, leaves) else root
 
 
 def _decode_rich(value: object, file: str) -> Node | None:

@@ -38,7 +38,7 @@ from jaxckpt import (
     UnsupportedFormat,
     UnsupportedLeaf,
 )
-from jaxckpt._convert.safetensors import _of_files
+from jaxckpt._convert.source import of_checkpoint
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.box import Box
 from jaxckpt._disk.chunks import LeafRead
@@ -720,8 +720,8 @@ def test_a_mutated_file_is_refused_or_is_another_good_one(tmp_path, edits, cut):
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["a", "a.b"], "cannot both be tensors"),
-        (["a.b.c.d", "a.b"], "cannot both be tensors"),
+        (["a", "a.b"], "cannot both be leaves"),
+        (["a.b.c.d", "a.b"], "cannot both be leaves"),
         ([".".join("a" * 200)], "nested deeper"),
         (["a\0"], "NUL"),
     ],
@@ -791,7 +791,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map):
 def test_a_file_that_changes_meanwhile_makes_no_checkpoint(tmp_path, more):
     """Whether it became shorter or longer since its header was read."""
     file = write_file(tmp_path / "in.safetensors", GOOD, DATA)
-    source = _of_files(LocalStorage(), str(file), None)
+    source = of_checkpoint(file, dtype=None, by="import")
     os.truncate(file, file.stat().st_size + more)
 
     with pytest.raises((CorruptCheckpoint, SaveFailed), match=str(file)):

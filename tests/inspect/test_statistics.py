@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -186,6 +188,24 @@ def test_memory_is_bounded(ram_path, mesh):
 
     assert told["w"].norm == math.sqrt(16 << 20)
     assert peak < 28 << 20
+
+
+def test_a_large_tensor_is_read_in_parts(tmp_path):
+    """A file of safetensors has no chunks; 256 MiB of zeros, which take no space."""
+    header = {"w": {"dtype": "F32", "shape": [8, 8 << 20], "data_offsets": [0, 256 << 20]}}
+    text = json.dumps(header).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + (256 << 20))
+    item = open_tree(find(*locate(file)))
+
+    tracemalloc.start()
+    told = statistics(item, item.tree.leaves, budget_bytes=128 << 20)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert told["w"].zeros == 64 << 20
+    assert peak < 192 << 20
 
 
 def test_it_needs_no_jax(tmp_path):
