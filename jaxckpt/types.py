@@ -4,11 +4,13 @@ The phases of `Progress` and `Timing`, in order:
 
 save      snapshot  copy the values to the host; the caller waits only for this
           wait      wait for free memory and for earlier saves
+          copy      wait for the values of accelerators, copied in the background
           write     write this process's share to disk
           meet      wait for the slowest process
           commit    merge, describe, publish
 restore   find      read the metadata and plan the reads
           read      wait for data that is read in the background
+          move      carry values that another process has read
           place     make arrays of the data
           meet      wait for the slowest process
 """
@@ -55,7 +57,7 @@ class Progress:
         kind: "save" or "restore".
         path: The checkpoint.
         phase: For a save "snapshot", "wait", "copy", "write", "meet" or "commit"; for a restore
-            "find", "read" or "meet".
+            "find", "read", "move" or "meet".
         done_bytes, total_bytes: Of the values that this process writes or reads, uncompressed.
         seconds: Time since the start.
         waiting_for: In the phase "meet", the indices of the processes that are not there yet.

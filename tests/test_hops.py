@@ -172,21 +172,21 @@ def test_the_count_sees_what_is_called(tmp_path):
 # Lines, and lines of code, by folder. Those of the core are all but `APART`.
 APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
-    ".": (851, 459),
+    ".": (853, 459),
     "_convert": (1072, 708),
     "_core": (2625, 1661),
     "_disk": (4978, 3503),
-    "_inspect": (1188, 811),
+    "_inspect": (1187, 810),
     "_progress": (225, 167),
     "_restore": (2135, 1602),
     "_run": (9796, 6791),
     "_save": (2317, 1605),
-    "cli": (4555, 3260),
-    "format": (3366, 2238),
+    "cli": (4538, 3256),
+    "format": (3365, 2237),
     "integrations": (457, 248),
     "multihost": (972, 621),
     "orbax": (6066, 3697),
-    "pages": (2033, 1453),
+    "pages": (2022, 1450),
     "storage": (4052, 2730),
     "testing": (1058, 701),
 }

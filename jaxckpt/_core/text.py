@@ -89,7 +89,7 @@ def counted(count: int, what: str) -> str:
         >>> counted(1, "leaf"), counted(2000, "leaf"), counted(0, "step")
         ('1 leaf', '2,000 leaves', '0 steps')
     """
-    plural = {"leaf": "leaves"}.get(what, f"{what}s")
+    plural = {"leaf": "leaves", "entry": "entries"}.get(what, f"{what}s")
     return f"{count:,} {what if count == 1 else plural}"
 
 

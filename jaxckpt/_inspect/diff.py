@@ -37,7 +37,6 @@ from jaxckpt.format.tree import Leaf, Path, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import DiffReport, LeafDiff
 
-_MAX_LINES: Final = 200
 _MAX_TEXT: Final = 40
 _EMPTY: Final = {"None": "None", "Dict": "{}", "List": "[]", "Tuple": "()"}
 # Up to here float64 distinguishes neighbouring integers.

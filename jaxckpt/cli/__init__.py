@@ -10,7 +10,6 @@
     _options        options that several commands have
     _owned          a run that a command changes while no job does
     _space          the sizes that `du` prints
-    _examine        what `doctor` tries
     _checks         one check after the other
     _bucket_checks  those of buckets
     _folder_checks  those of local paths

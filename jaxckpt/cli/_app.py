@@ -80,10 +80,8 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name=_NAME)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.pass_context
-def app(context: click.Context, debug: bool) -> None:
+def app(debug: bool) -> None:
     """Inspect, check, convert and clean up checkpoints of JAX programs, jaxckpt's and Orbax's."""
-    context.obj = debug
 
 
 class _Warning(logging.Formatter):

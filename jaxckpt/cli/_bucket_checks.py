@@ -68,7 +68,7 @@ _FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
 
 @final
 class BucketLocation:
-    """A URL in a bucket; see `Place`.
+    """A URL in a bucket; see `Location`.
 
     Raises:
         ValueError: as `locate`.

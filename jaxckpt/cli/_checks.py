@@ -142,7 +142,7 @@ def read_large(storage: Storage, path: str) -> Finding:
     """Reads as a restore does.
 
     Raises:
-        Problem: the bytes differ from the bytes that `write_large` wrote.
+        Failed: the bytes differ from the bytes that `write_large` wrote.
     """
     buffer = np.empty(LARGE_BYTES, np.uint8)
     found = _speed(lambda: storage.read_into(path, 0, [buffer]))

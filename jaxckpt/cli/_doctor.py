@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +11,12 @@ import click
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Cell, Styled
+from jaxckpt.errors import StoreError, UnsupportedFormat
+from jaxckpt.storage import locate
+from jaxckpt.storage._settings import SCHEMES
 
 if TYPE_CHECKING:
-    from jaxckpt.cli._checks import Finding
+    from jaxckpt.cli._checks import Finding, Location
 
 _STYLES: Final = {"ok": "green", "failed": "bold red", "skipped": ""}
 
@@ -26,11 +30,9 @@ def doctor(path: str, as_json: bool) -> int:
     Says what to do about each failure. PATH is the root of a run, or where one is to be. The checks
     write up to 64 MiB below a temporary name there and delete it.
     """
-    from jaxckpt.cli._examine import examine
-
     if sys.stderr.isatty():
         _output.note(f"trying out {path}: this takes a few seconds, or longer if it is slow")
-    found = examine(path)
+    found = _examine(path)
     failed = [finding for finding in found if finding.state == "failed"]
     if as_json:
         _output.print_json({"path": path, "ok": not failed, "checks": found})
@@ -43,6 +45,36 @@ def doctor(path: str, as_json: bool) -> int:
     summary = Styled(f"{len(failed)} failed", "red") if failed else Styled("all is well", "green")
     _output.echo(f"{path}: {counted(len(found), 'check')}, ", summary)
     return 1 if failed else 0
+
+
+def _examine(path: str) -> list[Finding]:
+    from jaxckpt.cli._checks import Finding, try_out
+
+    scheme = path.partition("://")[0].lower() if "://" in path else ""
+    if scheme in SCHEMES and importlib.util.find_spec("obstore") is None:
+        advice = "install the package obstore: pip install obstore"
+        return [Finding(name="obstore", state="failed", advice=advice)]
+    try:
+        location = _location(path, scheme)
+    except StoreError as error:
+        if scheme not in SCHEMES:  # a file system that hangs
+            raise
+        advice = "correct StoreSettings, or the environment"
+        return [Finding(name="credentials", state="failed", advice=advice, error=str(error))]
+    return try_out(location)
+
+
+def _location(path: str, scheme: str) -> Location:
+    if scheme in SCHEMES:
+        from jaxckpt.cli._bucket_checks import BucketLocation
+
+        return BucketLocation(scheme, path)
+    from jaxckpt.cli._folder_checks import FolderLocation
+
+    storage, where = locate(path)
+    if storage.scheme != "file":
+        raise UnsupportedFormat(f"{path} is in the memory of one program: nothing to try out")
+    return FolderLocation(storage, where)
 
 
 def _row(finding: Finding) -> list[Cell]:

@@ -38,7 +38,7 @@ _ADVICE: Final[Mapping[int | None, str]] = {
 
 @final
 class FolderLocation:
-    """A local directory, or where it would be made; see `Place`.
+    """A local directory, or where it would be made; see `Location`.
 
     Raises:
         NotADirectoryError: the path is a file, or below one.

@@ -11,7 +11,6 @@ A dict whose only key is one of these is also written as "$dict".
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from typing import Any, Final
 
@@ -88,7 +87,7 @@ def decode(value: Any, *, file: str) -> Any:  # JSON
                 return int(expect(inner, str, tag, file=file))  # Python limits the digits
             case _:
                 return _array(inner, file)
-    except (ValueError, TypeError, binascii.Error) as error:
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpoint(f"{file}: bad {tag}: {error}", file=file) from error
 
 

@@ -131,17 +131,6 @@ def moment(seconds: float | None) -> str:
         return ""
 
 
-def count(number: int, word: str) -> str:
-    """Formats a count with its noun.
-
-    Example:
-        >>> count(1, "leaf"), count(1200, "step")
-        ('1 leaf', '1,200 steps')
-    """
-    plural = {"leaf": "leaves", "entry": "entries"}.get(word, f"{word}s")
-    return f"{number:,} {word if number == 1 else plural}"
-
-
 def block(inside: str) -> str:
     """Wraps HTML with its style sheet."""
     return f'<div class="jaxckpt"><style>{STYLE}</style>{inside}</div>'

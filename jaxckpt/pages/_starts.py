@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from jaxckpt._core.text import duration
+from jaxckpt._core.text import counted, duration
 from jaxckpt._run.goodput import Part, account, described
 from jaxckpt.format.ledger import Start
-from jaxckpt.pages._html import count, escape, moment
+from jaxckpt.pages._html import escape, moment
 
 _MAX_ROWS: Final = 20
 _HEAD: Final = (
@@ -33,7 +33,7 @@ def starts_html(starts: Sequence[Start]) -> str:
     head = "".join(f"<th>{name}</th>" for name in _HEAD)
     rows = "".join(map(_row, found.parts[::-1][:_MAX_ROWS]))
     more = len(starts) - _MAX_ROWS
-    note = f'<p class="jc-faint">… {count(more, "earlier start")}</p>' if more > 0 else ""
+    note = f'<p class="jc-faint">… {counted(more, "earlier start")}</p>' if more > 0 else ""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'{texts}<div class="jc-scroll">{table}</div>{note}'
 

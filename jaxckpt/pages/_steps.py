@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jaxckpt._core.text import size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt._run.overview import StepOverview
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.pages import _svg
-from jaxckpt.pages._html import count, escape, moment
+from jaxckpt.pages._html import escape, moment
 from jaxckpt.pages._svg import Mark
 
 if TYPE_CHECKING:  # showing steps does not need jax
@@ -145,7 +145,7 @@ def key(shown: Sequence[Mark], *, has_policy: bool) -> str:
 def line(told: Story) -> str:
     shown = marks(told)
     cut = len(told.steps) - _MAX_MARKS
-    note = f'<p class="jc-faint">… {count(cut, "earlier step")}</p>' if cut > 0 else ""
+    note = f'<p class="jc-faint">… {counted(cut, "earlier step")}</p>' if cut > 0 else ""
     return _svg.timeline(shown) + key(shown, has_policy=told.why is not None) + note
 
 
@@ -173,9 +173,9 @@ def table(told: Story) -> str:
     if rest:
         folded = rest[: _MAX_ROWS - _MAX_SHOWN]
         cut = len(rest) - len(folded)
-        more = f'<p class="jc-faint">… {count(cut, "more step")}</p>' if cut > 0 else ""
+        more = f'<p class="jc-faint">… {counted(cut, "more step")}</p>' if cut > 0 else ""
         html += (
-            f"<details><summary>… {count(len(rest), 'earlier step')}</summary>"
+            f"<details><summary>… {counted(len(rest), 'earlier step')}</summary>"
             f"{_rows(told, head, folded, columns)}{more}</details>"
         )
     return html

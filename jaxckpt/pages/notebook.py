@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from jaxckpt._core.text import duration, size_text
+from jaxckpt._core.text import counted, duration, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.pages import _steps, _svg
-from jaxckpt.pages._html import block, count, escape, facts
+from jaxckpt.pages._html import block, escape, facts
 from jaxckpt.pages._palette import axis_hue
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
@@ -109,7 +109,7 @@ def manager_html(manager: CheckpointManager) -> str:
     )
     head = _title(manager.directory) + facts(
         [
-            count(len(run.steps), "step"),
+            counted(len(run.steps), "step"),
             f"{size_text(sum(step.size_bytes for step in run.steps))} on disk",
             "for reading" if manager.mode == "r" else "",
             f"restored step {manager.restored_step:,}" if manager.restored_step is not None else "",
@@ -139,7 +139,7 @@ def listing(notes: list[str], word: str) -> str:
         lines += f"<li>… {len(notes) - _MAX_LISTED:,} more</li>"
     opened = " open" if len(notes) <= 3 else ""
     return (
-        f"<details{opened}><summary>{count(len(notes), word)}</summary><ul>{lines}</ul></details>"
+        f"<details{opened}><summary>{counted(len(notes), word)}</summary><ul>{lines}</ul></details>"
     )
 
 
@@ -156,7 +156,7 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
     others = [name for name in ckpt.items if name != ckpt.item]
     meshes = _meshes(ckpt)
     told = [
-        count(len(ckpt.leaves), "leaf") if ckpt._tree is not None else "JSON",
+        counted(len(ckpt.leaves), "leaf") if ckpt._tree is not None else "JSON",
         size_text(ckpt.size_bytes) if ckpt._tree is not None else "",
         f"mesh {_mesh_key(next(iter(meshes)))}" if len(meshes) == 1 else "",
         f"{len(meshes)} meshes" if len(meshes) > 1 else "",
@@ -232,7 +232,7 @@ def json_html(ckpt: inspection.Checkpoint) -> str:
     shown = f'<pre class="jc-mono">{escape(text, _MAX_JSON)}</pre>'
     if lines <= _MAX_JSON_LINES:
         return shown
-    return f"<details><summary>JSON, {count(lines, 'line')}</summary>{shown}</details>"
+    return f"<details><summary>JSON, {counted(lines, 'line')}</summary>{shown}</details>"
 
 
 def is_scalar(leaf: LeafInfo) -> bool:
@@ -286,7 +286,7 @@ def _rows(node: Branch, depth: int, shown: _Shown) -> Iterator[str]:
         yield (
             f'<details{" open" if child in shown.opened else ""}><summary class="jc-row" '
             f'style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}</span>'
-            f'<span class="jc-type jc-faint">{count(child.leaf_count, "leaf")}</span>'
+            f'<span class="jc-type jc-faint">{counted(child.leaf_count, "leaf")}</span>'
             f'<span class="jc-num">{size_text(child.size_bytes)}</span></summary>'
         )
         yield from _rows(child, depth + 1, shown)

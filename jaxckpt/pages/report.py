@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Final
 
-from jaxckpt._core.text import duration, size_text
+from jaxckpt._core.text import counted, duration, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import RunOverview, StepOverview, overview, with_local
 from jaxckpt._run.retention import KeepPolicy
@@ -25,7 +25,7 @@ from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.pages import _palette, _steps, _svg
-from jaxckpt.pages._html import STYLE, count, escape, moment
+from jaxckpt.pages._html import STYLE, escape, moment
 from jaxckpt.pages._plan import plan_html
 from jaxckpt.pages._starts import starts_html
 from jaxckpt.pages._svg import Bar
@@ -212,7 +212,7 @@ def _free_text(path: str, whole: Sequence[StepOverview]) -> str:
     except OSError:
         return ""
     size = whole[-1].size_bytes if whole else 0
-    room = f", room for {count(free // size, 'step')} like the newest" if size else ""
+    room = f", room for {counted(free // size, 'step')} like the newest" if size else ""
     return f"{size_text(free)}{room}"
 
 
@@ -225,7 +225,7 @@ def _interval_text(whole: Sequence[StepOverview]) -> str:
     times = [(before.saved_s, after.saved_s) for before, after in pairs]
     gaps = [b - a for a, b in times if a is not None and b is not None and b >= a]
     took = f", {duration(median_low(gaps))}" if gaps else ""
-    return f"{count(steps, 'step')}{took}, median of the steps that are here"
+    return f"{counted(steps, 'step')}{took}, median of the steps that are here"
 
 
 def _bytes_per_s(step: StepOverview) -> float | None:
@@ -291,7 +291,7 @@ def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
         if values:
             charts.append(_figure(escape(name, 80), drawn, _extremes(values)))
     more, shown = len(metrics) - _MAX_CHARTS, "".join(charts)
-    note = f'<p class="jc-faint">… {count(more, "more metric")}</p>' if more > 0 else ""
+    note = f'<p class="jc-faint">… {counted(more, "more metric")}</p>' if more > 0 else ""
     return f'<div class="charts">{shown}</div>{note}' if shown else ""
 
 
