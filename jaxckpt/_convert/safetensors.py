@@ -18,7 +18,6 @@ from jaxckpt._convert.source import (
     Values,
     check_leaves,
     of_checkpoint,
-    read_with_parts,
 )
 from jaxckpt._convert.target import clipped, enlarged, parts_of, write_checkpoint
 from jaxckpt._core.cast import floating
@@ -240,7 +239,7 @@ def _values(
             region_shape = enlarged(unit_shape, stored.shape, itemsize, _REGION_BYTES)
             yield from parts_of(i, stored.shape, region_shape)
 
-    return read_with_parts(source, parts())
+    return source.read(parts())
 
 
 def _write_file(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import tee
 from typing import Any, Final
 
 import numpy as np
@@ -62,22 +61,12 @@ class Leaves:
 
     where: str  # the source, for messages
     tree: Tree  # of the copy; `stored` of a leaf is the best layout and the dtype for reading it
-    read: Callable[[Iterable[Tile]], Generator[Values, None, None]]  # yields the values in order
+    read: Callable[[Iterable[Tile]], Generator[tuple[Tile, Values], None, None]]  # in order
     check: Callable[[], None]  # raises if the source was replaced in the meantime
     lineage: Mapping[str, Any]
     differences: Sequence[str] = ()  # between replicas, found when it was saved
     shardings: Mapping[str, SavedSharding] = field(default_factory=dict)  # by name; all or none
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_with_parts(
-    source: Leaves, parts: Iterable[Tile]
-) -> Generator[tuple[Tile, Values], None, None]:
-    """Yields parts with their values; parts are taken as their values are read."""
-    parts, wanted = tee(parts)
-    with closing(source.read(wanted)) as values:
-        for part in parts:
-            yield part, next(values)  # a variable would keep it alive while the next one is read
 
 
 def of_checkpoint(
@@ -314,23 +303,21 @@ def _read(
     copies: Sequence[Leaf],
     inline: Mapping[int, Values],
     parts: Iterable[Tile],
-) -> Generator[Values, None, None]:
+) -> Generator[tuple[Tile, Values], None, None]:
 
-    def request(part: Tile) -> LeafRead | Values:
+    def request(part: Tile) -> tuple[Tile, LeafRead | Values]:
         if part.leaf in inline:
-            return inline[part.leaf][part.box.slices]
+            return part, inline[part.leaf][part.box.slices]
         source = sources[part.leaf]
         dtype = _read_dtype(source, copies[part.leaf])
-        return LeafRead(leaf=source, boxes=(part.box,), dtype=dtype)
+        return part, LeafRead(leaf=source, boxes=(part.box,), dtype=dtype)
 
-    parts, wanted = tee(parts)
     try:
-        with closing(
-            read_stream(saved, map(request, wanted), budget_bytes=_BUDGET_BYTES)
-        ) as stream:
-            for part in parts:
+        with closing(read_stream(saved, map(request, parts), budget_bytes=_BUDGET_BYTES)) as stream:
+            for part, values in stream:
                 source, copied = sources[part.leaf], copies[part.leaf]
-                yield _copied_values(next(stream), source, copied, saved.path)
+                yield part, _copied_values(values, source, copied, saved.path)
+                del values  # so that its memory is free before the next part is read
     except CorruptCheckpoint:
         check_current(saved.found)  # it may have been replaced, which is not damage
         raise

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-from jaxckpt._convert.source import Leaves, Tile, Values, read_with_parts
+from jaxckpt._convert.source import Leaves, Tile, Values
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
@@ -218,7 +218,7 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
             yield from parts_of(i, stored.shape, tuple(map(max, unit_shape, stored.chunk_shape)))
 
     total = 0
-    with closing(read_with_parts(source, parts())) as read:
+    with closing(source.read(parts())) as read:
         for part, values in read:
             chunk_shape = goal.leaves[part.leaf].array.chunk_shape
             for box in cut(part.box, chunk_shape):

@@ -215,22 +215,23 @@ def _keys(reads: Sequence[LeafRead]) -> Iterator[str]:
 
 
 def read_stream(
-    item: Item, parts: Iterable[LeafRead | Values], *, budget_bytes: int
-) -> Generator[Values, None, None]:
-    """Yields the values of parts of leaves, in order.
+    item: Item, parts: Iterable[tuple[_T, LeafRead | Values]], *, budget_bytes: int
+) -> Generator[tuple[_T, Values], None, None]:
+    """Yields the values of parts of leaves, in order, each with the key of its part.
 
     Args:
-        parts: Reads of one box of a leaf, or the values themselves if the metadata has them.
+        parts: Reads of one box of a leaf, or the values themselves if the metadata has them; each
+            with any key.
 
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
         OSError: the storage fails to read it.
     """
     for some in in_turns(item, parts):
-        reads = [part for part in some if isinstance(part, LeafRead)]
+        reads = [part for _, part in some if isinstance(part, LeafRead)]
         with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
-            for part in some:
-                yield next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
+            for key, part in some:
+                yield key, next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
 
 
 def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import tee
 from typing import Any, Final, final
 
 import numpy as np
@@ -85,16 +84,19 @@ def read_values(
     item: Item, parts: Iterable[tuple[Leaf, Data, Box]], *, budget_bytes: int
 ) -> Generator[tuple[Leaf, Values], None, None]:
     """Yields the values of parts of leaves, in order."""
-    parts, wanted = tee(parts)
-    reads = (
-        LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
-        if data.inline is None
-        else data.inline[box.slices]
-        for leaf, data, box in wanted
-    )
-    with closing(read_stream(item, reads, budget_bytes=budget_bytes)) as stream:
-        for leaf, data, _ in parts:
-            yield leaf, next(stream).view(data.dtype)
+
+    def reads() -> Iterator[tuple[tuple[Leaf, Data], LeafRead | Values]]:
+        for leaf, data, box in parts:
+            if data.inline is not None:
+                yield (leaf, data), data.inline[box.slices]
+            else:
+                dtype = dtype_of(leaf.array.dtype)
+                yield (leaf, data), LeafRead(leaf=leaf, boxes=(box,), dtype=dtype)
+
+    with closing(read_stream(item, reads(), budget_bytes=budget_bytes)) as stream:
+        for (leaf, data), values in stream:
+            yield leaf, values.view(data.dtype)
+            del values  # so that its memory is free before the next part is read
 
 
 def blocks(*arrays: Values) -> Iterator[tuple[Values, ...]]:
