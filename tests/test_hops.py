@@ -132,11 +132,11 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1714, 11, 20),
-    "manager open + save": (3945, 16, 41),
-    "open + save, local": (6425, 18, 130),  # its threads may do a little more or less
+    "save again": (1718, 11, 20),
+    "manager open + save": (3950, 16, 41),
+    "open + save, local": (6408, 18, 130),  # its threads may do a little more or less
     "restore(path, like)": (2266, 14, 8),
-    "manager.restore(like)": (2758, 18, 10),
+    "manager.restore(like)": (2766, 18, 10),
     "open": (595, 10, 5),
     "verify": (1855, 15, 16),
 }
@@ -178,13 +178,13 @@ FOLDERS = {
     "_disk": (4979, 3503),
     "_inspect": (1189, 810),
     "_progress": (225, 167),
-    "_restore": (2135, 1602),
-    "_run": (9796, 6791),
+    "_restore": (2184, 1633),
+    "_run": (9823, 6815),
     "_save": (2317, 1605),
     "cli": (4538, 3256),
     "format": (3365, 2237),
     "integrations": (457, 248),
-    "multihost": (972, 621),
+    "multihost": (995, 638),
     "orbax": (6066, 3697),
     "pages": (2022, 1450),
     "storage": (4052, 2730),

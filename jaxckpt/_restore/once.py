@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,6 +40,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.carry import Convert, Pack, Spread, carriers_of, size_of, unit_of
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.placement import LeafPlan
+from jaxckpt._restore.turn import take_if_free
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Path, path_text
 from jaxckpt.multihost import Json, Meeting, Processes, first_of, meet, slowest_of
@@ -76,6 +77,7 @@ class Together:
     processes: Processes
     request: RestoreRequest
     meter: Meter
+    name: str  # of what is read, alike in all processes
     where: str  # for messages
     read_bytes: int = 0  # by this process, uncompressed
     moved_bytes: int = 0  # to this process
@@ -90,20 +92,22 @@ class Together:
         convert: Callable[..., object],
     ) -> Iterator[tuple[Path, Any]]:
         """Yields all leaves, within the phase "read"; all are read directly if called again."""
-        carriers = [] if self._has_agreed else self._agreed(item, plans)
-        carried = {plan.path for one in carriers for plan in one.plans}
-        others = [plan for plan in plans if plan.path not in carried]
-        parts = [part for one in carriers for part in one.parts]
-        budget_bytes = self.request.budget_bytes // (2 if carriers else 1)  # or a group beside it
-        done = set[Path]()
-        with closing(read([*parts, *others], budget_bytes=budget_bytes)) as values:
-            for one, found in self._carried(carriers, values, partial(convert, item.path)):
-                done |= {plan.path for plan in one.plans}
-                self.read_bytes += sum(_read_bytes(item, part) for part in one.parts)
-                self.moved_bytes += one.moved_bytes()
-                yield from zip((plan.path for plan in one.plans), found, strict=True)
-            if done == carried:
-                yield from values
+        with ExitStack() as turn:
+            carriers = [] if self._has_agreed else self._agreed(item, plans, turn)
+            carried = {plan.path for one in carriers for plan in one.plans}
+            others = [plan for plan in plans if plan.path not in carried]
+            parts = [part for one in carriers for part in one.parts]
+            share = 2 if carriers else 1  # a group is held beside it
+            budget_bytes = self.request.budget_bytes // share
+            done = set[Path]()
+            with closing(read([*parts, *others], budget_bytes=budget_bytes)) as values:
+                for one, found in self._carried(carriers, values, partial(convert, item.path)):
+                    done |= {plan.path for plan in one.plans}
+                    self.read_bytes += sum(_read_bytes(item, part) for part in one.parts)
+                    self.moved_bytes += one.moved_bytes()
+                    yield from zip((plan.path for plan in one.plans), found, strict=True)
+                if done == carried:
+                    yield from values
         self.once = tuple(path_text(plan.path) for plan in plans if plan.path in done)
         left = [plan for plan in plans if plan.path not in done]
         self.read_bytes += sum(_read_bytes(item, plan) for plan in left if plan.saved.has_array)
@@ -117,20 +121,21 @@ class Together:
             met = self._meet("restore", facts, problem, _judge, mark)
         return met
 
-    def _agreed(self, item: Item, plans: Sequence[LeafPlan]) -> Sequence[Carrier]:
-        """Returns what is read once, if every process has this plan."""
+    def _agreed(self, item: Item, plans: Sequence[LeafPlan], turn: ExitStack) -> Sequence[Carrier]:
+        """Returns what is read once, if every process has this plan and is not at another one."""
         if not self._may(item, plans):
             return []
         carriers = carriers_of(item, plans, self.processes, self.request.budget_bytes // 8)
         if not carriers:
             return []
         self._has_agreed = True
-        plan = {"plan": _described(item, carriers, self.request)}
+        is_first = take_if_free(turn)
+        plan = {"plan": _described(item, carriers, self.request) if is_first else None}
         with self.meter.phase("meet"):
             met = self._meet("restore", plan, None, _judge)
         if met.failed:
             raise Ended(met)
-        return carriers if met.verdict["alike"] else []
+        return carriers if is_first and met.verdict["alike"] else []
 
     def _may(self, item: Item, plans: Sequence[LeafPlan]) -> bool:
         asked, storage = self.request.read_once, item.found.storage
@@ -201,7 +206,7 @@ class Together:
         mark: str = "",
     ) -> Meeting:
         options: Any = {"timeout_s": self.request.timeout_s, "where": self.where, "mark": mark}
-        return meet(self.processes, name, value, problem, judge, **options)
+        return meet(self.processes, f"{name} {self.name}", value, problem, judge, **options)
 
 
 def _judge(given: list[Any]) -> Json:

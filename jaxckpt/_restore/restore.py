@@ -192,6 +192,7 @@ class Source:
     # If several processes may fall back together: the paths of a run's steps, and what reads one.
     steps: Callable[[], list[str]] = list
     step: Callable[[str, Callable[[Found], _Read]], _Read] | None = None
+    name: str = ""  # alike in all processes; by default the path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +333,8 @@ def _attempt(
     Keeps any process from entering a collective operation that another will never reach.
     """
     read, met, where = None, None, f"restoring {source.where}"
-    together = Together(processes=processes, request=request, meter=meter, where=where)
+    name = source.name or source.where
+    together = Together(processes=processes, request=request, meter=meter, name=name, where=where)
     try:
         if problem is None:
             read = within(partial(reading, together=together))

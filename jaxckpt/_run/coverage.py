@@ -36,6 +36,7 @@ from jaxckpt._disk.found import Found, NotHere, Wanted, check_sizes
 from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._restore.carry import adding, one_each, words_for
+from jaxckpt._restore.turn import in_turn
 from jaxckpt._run.copies import Saved, latest
 from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline, read_entry
 from jaxckpt._run.index import StepIndex, newest_saved
@@ -190,8 +191,9 @@ class Coverage:
         while True:
             here = self._entries(self._needs, checks=self.is_damaged)
             self._lacks = self._needs - {*here, *self._came}
-            told = [socket.gethostname(), sorted(self._lacks, key=str), bool(asks) or is_suspect]
-            keys, who, goes_on = self._gather("lacks", told, _united)
+            told: Any = [socket.gethostname(), sorted(self._lacks, key=str)]
+            told += [bool(asks) or is_suspect, self.budget_bytes]
+            keys, who, goes_on, self.budget_bytes = self._gather("lacks", told, _united)
             if not goes_on:
                 return self._unusable(f"it cannot be read: {error}")
             union: list[Wanted] = [(item, key) for item, key in keys]
@@ -200,7 +202,8 @@ class Coverage:
             chosen = self._gather("chunks", sizes, choose)
             missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
             if not missing:
-                return self._carry(union, chosen, have, here)
+                with in_turn(self.processes, self._named("carry"), timeout_s=self.timeout_s):
+                    return self._carry(union, chosen, have, here)
             if not self._fetch(missing):
                 break
         self._who = self._who or who
@@ -413,12 +416,14 @@ class Coverage:
 
     def _gather(self, name: str, value: Json, judge: Callable[[list[Any]], Json]) -> Any:  # JSON
         limit_s = self.timeout_s
-        return self.processes.gather(f"coverage {name}", value, judge, timeout_s=limit_s)
+        return self.processes.gather(self._named(name), value, judge, timeout_s=limit_s)
+
+    def _named(self, name: str) -> str:
+        return f"coverage {self.directory.index.root} {name}"
 
     def _meet(self, name: str, problem: Exception | None) -> str | None:
         """Returns what failed in any process, alike in all."""
-        name = f"coverage {name}"
-        met = meet(self.processes, name, None, problem, timeout_s=self.timeout_s)
+        met = meet(self.processes, self._named(name), None, problem, timeout_s=self.timeout_s)
         told = "; ".join(f"process {i}: {text}" for i, text in met.problems.items())
         return self._unusable(told) if met.failed else None
 
@@ -469,10 +474,11 @@ def _is_left(life: Saved, newest: Saved) -> bool:
 
 
 def _united(given: list[Any]) -> Json:
-    """Returns what any process lacks, these processes, and whether another try may succeed."""
-    keys = {tuple(one) for _, lacks, _ in given for one in lacks}
-    who = {i: host for i, (host, lacks, _) in enumerate(given) if lacks}
-    return [sorted(keys, key=str), _told(who, "chunks"), any(new for *_, new in given)]
+    """Returns what any process lacks, these processes, whether to try again, and the budget."""
+    keys = {tuple(one) for _, lacks, *_ in given for one in lacks}
+    who = {i: host for i, (host, lacks, *_) in enumerate(given) if lacks}
+    goes_on, budget_bytes = any(new for *_, new, _ in given), min(budget for *_, budget in given)
+    return [sorted(keys, key=str), _told(who, "chunks"), goes_on, budget_bytes]
 
 
 def _told(hosts: Mapping[int, str], what: str) -> str:

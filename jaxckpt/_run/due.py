@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, final
 
 from jaxckpt._run.schedule import Costs, Schedule
+from jaxckpt.errors import ProcessesDisagree
 from jaxckpt.multihost import Processes
 from jaxckpt.types import Decision
 
@@ -77,8 +78,15 @@ class DueSteps:
     def agree(self, name: str, step: int) -> Costs:
         """Returns the costs that process 0 has measured, from which all compute the next step."""
         mine = asdict(self.schedules[-1].costs_at(step, now_s=time.monotonic()))
-        agreed = self.processes.agree(name, mine, timeout_s=self.timeout_s)
-        return Costs(**cast("dict[str, Any]", agreed))
+        mine["step"], limit_s = step, self.timeout_s
+        agreed = cast("dict[str, Any]", self.processes.agree(name, mine, timeout_s=limit_s))
+        if (theirs := agreed.pop("step")) != step:
+            raise ProcessesDisagree(
+                f"process 0 asks whether to save step {theirs}, this process asks about {step}. "
+                "Every process calls should_save and save, for the same steps.",
+                {0: f"step {theirs}"},
+            )
+        return Costs(**agreed)
 
     def move_on(
         self, step: int, entered_s: float, agreed: Costs | None, *, is_durable: bool

@@ -365,6 +365,8 @@ class CheckpointManager:
     ) -> None:
         if isinstance(error, Exception):
             self._saver.ledger.note(end=failure(error))
+            if self._tiers is not None and self._processes.count > 1:  # it may be some minutes
+                self._index.warn(f"{self.directory} waits for uploads, then raises {error!r}")
         try:
             self.close()
         except Exception as failed:
@@ -417,9 +419,8 @@ class CheckpointManager:
     ) -> StateReading:
         check_type("restore", "items", items, Mapping | None, "a dict of objects by name")
         objects = dict(items or {})
-        return StateReading(
-            processes=self._processes, item=self._item, like=like, objects=objects, request=request
-        )
+        about: Any = {"processes": self._processes, "run": self.directory, "request": request}
+        return StateReading(item=self._item, like=like, objects=objects, **about)
 
     def _go_on(
         self, found: tuple[int, int, Any], reading: _Reading, start_s: float, *, goes_on: bool
@@ -512,6 +513,7 @@ class CheckpointManager:
         check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
         reading = ItemsReading(
             processes=self._processes,
+            run=self.directory,
             targets=None if items is None else dict(items),
             request=self._request({}),
         )
@@ -630,7 +632,8 @@ class CheckpointManager:
         newest = self._lead("newest", partial(newest_of, self._roots))
         if (local := self._roots[0]).group.part is not None:
             judge = partial(newest_whole, most=self._saver.position.floor)
-            found = judge_steps(local, judge, timeout_s=self.timeout_s)["newest"]
+            limits: Any = {"run": self.directory, "timeout_s": self.timeout_s}
+            found = judge_steps(local, judge, **limits)["newest"]
             newest = max((n for n in (newest, found) if n is not None), default=None)
         self._saver.went_back(newest, good=newest)
 

@@ -82,8 +82,10 @@ class Resume:
         name = f"manager {self._name}/steps"
         if nearest.group.part is not None or nearest.peers:
             # Only process 0 needs to know what the disks have.
-            judge_steps(nearest, lambda *x: known.extend(x), timeout_s=self.timeout_s)
-        with leading(self.processes, name, where=self._name, timeout_s=self.timeout_s) as led:
+            add, limit_s = lambda *x: known.extend(x), self.timeout_s
+            judge_steps(nearest, add, run=self._name, timeout_s=limit_s)
+        limit_s = self.timeout_s
+        with leading(self.processes, name, where=self._name, timeout_s=limit_s, meets=True) as led:
             if self.processes.index == 0:  # it lists the steps
                 led.value = self._copies(step, *known)
         return [Copy(*one) for one in led.value]
@@ -410,6 +412,7 @@ class StateReading:
     """Reads the state of a step, and the states of objects to restore in place."""
 
     processes: Processes
+    run: str  # its root, for names
     item: str  # the name of the state, if the step has it
     like: Any  # any pytree
     objects: Mapping[str, object]  # to restore in place, by item
@@ -423,7 +426,7 @@ class StateReading:
     def read(self, index: StepIndex, step: int, check: Check) -> Any:
         """Reads the state of a step."""
         self.meter = Meter("restore", index.path(step), step=step)
-        source = _source(index, step, check, partial(self._open, index, step))
+        source = _source(index, self.run, step, check, partial(self._open, index, step))
         return restore_from(source, [self.like], self.request, meter=self.meter)
 
     def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
@@ -443,6 +446,7 @@ class ItemsReading:
     """Reads items of a step: trees, JSON, and the states of objects."""
 
     processes: Processes
+    run: str  # its root, for names
     targets: Mapping[str, Any] | None  # by item; if None, reads every item as it was saved
     request: RestoreRequest
 
@@ -450,7 +454,7 @@ class ItemsReading:
         """Reads the items of a step."""
 
         def read(open_: Callable[..., Any], like: Any = None) -> Any:
-            source = _source(index, step, check, open_)
+            source = _source(index, self.run, step, check, open_)
             return restore_from(source, [like], self.request)
 
         targets = self.targets
@@ -480,7 +484,9 @@ class ItemsReading:
                 values[name] = target
 
 
-def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], Any]) -> Source:
+def _source(
+    index: StepIndex, run: str, step: int, check: Check, open_: Callable[[Found], Any]
+) -> Source:
     path = index.path(step)
 
     def within(read: Callable[[Found], T]) -> T:
@@ -491,7 +497,7 @@ def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], 
         check(found)
         return open_(found)
 
-    return Source(where=path, within=within, open=open_checked)
+    return Source(where=path, within=within, open=open_checked, name=f"{run}/{step}")
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:

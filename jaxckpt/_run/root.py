@@ -312,7 +312,8 @@ def open_roots(
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
         if root.group.part is not None:
-            here = judge_steps(root, newest_whole, timeout_s=timeout_s)
+            where = roots[-1].index.root
+            here = judge_steps(root, newest_whole, run=where, timeout_s=timeout_s)
         opened.append(here)
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
@@ -354,15 +355,16 @@ def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> dict[str, An
 
 
 def judge_steps(
-    root: Root, judge: Callable[[Disks, Disks], Json], *, timeout_s: float
+    root: Root, judge: Callable[[Disks, Disks], Json], *, run: str, timeout_s: float
 ) -> Any:  # JSON
     """Returns to every process the verdict of process 0 on the steps on all disks.
 
     Args:
         judge: Takes the steps on the disk of each process by the save they come from, and in the
             same way the steps in other places; see `Peers`.
+        run: Its root, for the name of the meeting: a job may have several runs.
     """
-    name, judge_all = "steps on the local disks", partial(_judged, judge)
+    name, judge_all = f"manager {run}/local steps", partial(_judged, judge)
     heard = root.group.job.gather(name, _here(root), judge_all, timeout_s=timeout_s)
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")

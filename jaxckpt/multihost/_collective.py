@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Final
@@ -57,12 +58,15 @@ class Lead:
 
 
 @contextlib.contextmanager
-def leading(processes: Processes, name: str, *, where: str, timeout_s: float) -> Iterator[Lead]:
+def leading(
+    processes: Processes, name: str, *, where: str, timeout_s: float, meets: bool = False
+) -> Iterator[Lead]:
     """Lets process 0 act inside the `with`; then every process has its value or raises.
 
     Args:
         name: The round in which process 0 reports; see `Processes`.
         where: Begins the message of the other processes.
+        meets: Whether process 0 waits for the others, so that no call gets an earlier answer.
 
     Raises:
         ProcessesDisagree: in the other processes, if process 0 failed.
@@ -75,8 +79,9 @@ def leading(processes: Processes, name: str, *, where: str, timeout_s: float) ->
             raise
         problem = error  # reported to the others, then raised
     if processes.count > 1:
+        agree = partial(processes.gather, judge=itemgetter(0)) if meets else processes.agree
         report = {"problem": text_of(problem), "value": led.value}
-        heard: Any = processes.agree(name, report, timeout_s=timeout_s)
+        heard: Any = agree(name, report, timeout_s=timeout_s)
         if problem is not None:
             raise problem
         if heard["problem"] is not None:

@@ -140,14 +140,32 @@ class Distributed:
         where: str,
     ) -> Json:
         encoded = encode(value)
-        round_ = self._round(kind, name, timeout_s, where)
-        mine = _pack(self._take_read(), encoded)
-        self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
-        if self.index == 0:
-            outcome = self._decide(round_, mine, judge)
-        else:
-            outcome = self._await_outcome(round_) or self._give_up(round_)
-        return self._conclude(round_, outcome)
+        while True:
+            round_ = self._round(kind, name, timeout_s, where)
+            mine = _pack(self._take_read(), encoded)
+            self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
+            if self.index == 0:
+                outcome = self._decide(round_, mine, judge)
+            else:
+                outcome = self._await_outcome(round_) or self._give_up(round_)
+            if not self._is_over(round_, outcome):
+                return self._conclude(round_, outcome)
+
+    def _is_over(self, round_: _Round, outcome: bytes) -> bool:
+        """Returns whether the others gave this round up, and have begun the next of its name.
+
+        So a call that only some processes made fails alone, and not every later one of its name.
+        """
+        missing, why = _unpack(outcome)
+        others = [i for i in range(self.count) if i not in cast("list[int]", missing)]
+        if self.index in others or not others or decode(why) is not None:
+            return False
+        key, _, number = round_.key.rpartition("/")
+        next_ = _from(f"{key}/{int(number) + 1}", others[0])
+        is_over = self._service.wait(next_, timeout_s=_last_words_s(round_.timeout_s)) is not None
+        with self._lock:
+            self._read += [round_.key] if is_over else []
+        return is_over
 
     def _round(self, kind: str, name: str, timeout_s: float, where: str = "") -> _Round:
         """Begins a round with a unique key: its name and the number of its uses."""

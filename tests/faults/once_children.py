@@ -67,8 +67,9 @@ def at_rounds(reach):
     gather = processes.gather
 
     def gathering(name, *args, **kwargs):
-        uses[name] += 1
-        where = f"{name} {uses[name]}"
+        kind = name.rpartition(" ")[0] if name.startswith("restore") else name
+        uses[kind] += 1
+        where = f"{kind} {uses[kind]}"
         reach(f"before {where}")
         found = gather(name, *args, **kwargs)
         reach(f"after {where}")

@@ -173,6 +173,17 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     assert places(said, tmp_path) == ["host0", "host1"]
 
 
+def test_processes_of_other_budgets_help_one_another(train, tmp_path):
+    """What they send goes in the same groups."""
+    train(5, args=[["whole", "count"], False])
+    shutil.rmtree(tmp_path / "host1")
+
+    said = train(0, args=[["whole", "count"], False, True, None, None, [1 << 30, 8]])
+
+    assert [one["start"] for one in said] == [5, 5]
+    assert all("chunks of" in one["problems"][-1] for one in said)
+
+
 def test_a_host_that_comes_back_does_not_hide_a_newer_save_of_a_step(train, tmp_path):
     """The newest step restores as it would with a blank disk: the other host has all of it."""
     train(5, args=[["whole", "count"], False])

@@ -187,6 +187,23 @@ def test_a_round_that_failed_is_deleted_when_all_know():
 
 
 @pytest.mark.multihost
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_a_call_that_one_process_made_alone_spoils_no_later_one(alone):
+    """The others would wait for each other in rounds of different numbers for ever."""
+
+    def call_alone_once(us):
+        if us.index == alone:
+            with pytest.raises(CheckpointTimeout):
+                us.gather("restore", "alone", timeout_s=0.2)
+        us.barrier("next", timeout_s=30)
+        return [us.gather("restore", f"{us.index} {n}", timeout_s=30) for n in range(3)]
+
+    found = simulate(3, call_alone_once)
+
+    assert found == [[[f"{i} {n}" for i in range(3)] for n in range(3)]] * 3
+
+
+@pytest.mark.multihost
 @pytest.mark.parametrize("seed", range(5))
 def test_no_process_succeeds_where_another_fails(seed):
     """At the edge of the time limit all get the values or all the same error."""

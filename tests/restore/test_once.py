@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,6 +303,20 @@ def test_devices_hold_the_arrays_and_the_parts_of_a_group(run_processes, tmp_pat
     for one in done:
         assert one.result["live"] == [i * leaf + leaf // 2 for i in range(len(names))]
         assert one.result["temp"] <= leaf
+
+
+def test_restores_in_several_threads_do_not_mix(run_processes, tmp_path):
+    """Each has its own meetings, and the values of one only are carried at a time."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for i, path in enumerate(paths):
+        rows = NamedSharding(mesh_of(x=8), P("x"))
+        values = np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE) + i
+        jaxckpt.save(path, {name: jax.device_put(values, rows) for name in "cdef"})
+
+    done = run_processes("once:restore_in_threads", devices_per_process=2, args=[paths, 6])
+
+    for one in done:
+        assert one.result == {"True": [[True] * 6] * 2, "False": [[True] * 6] * 2}
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,13 @@ def train_apart(
     wait=True,
     url=None,
     env=None,
+    budgets=None,
 ):
     """As `train`; `hosts` has the disk of each process."""
     os.environ.update(env or {})
     seen = Data(me.index)
-    with _open(root, host=hosts[me.index], url=url) as manager:
+    more = {"budget_bytes": budgets[me.index]} if budgets else {}
+    with _open(root, host=hosts[me.index], url=url, **more) as manager:
         items = {"data": seen} if data else {}
         state, start = manager.restore_or(_init(kinds), items=items)
         _check(state, start, kinds)
@@ -311,7 +313,7 @@ def _check(state, step, kinds):
             assert (shard.data == wanted[name][shard.index]).all()
 
 
-def _open(root, host=None, url=None, save=EVEN, local_keep=LAST):
+def _open(root, host=None, url=None, save=EVEN, local_keep=LAST, **options):
     where = f"{root}/local" if host is None else f"{root}/host{host}/local"
     local = LocalTier(where, save=SavePolicy(every_steps=1), keep=local_keep, durable_timeout_s=10)
-    return CheckpointManager(url or f"{root}/run", save=save, local=local, timeout_s=10)
+    return CheckpointManager(url or f"{root}/run", save=save, local=local, timeout_s=10, **options)
