@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import base64
 import contextlib
 import contextvars
+import json
+import logging
 import os
 import posixpath
 import stat
@@ -19,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 from etils import epath
@@ -56,10 +59,16 @@ class Stored:
         return item
 
 
+_logger = logging.getLogger("jaxckpt")
+_MOST_PART_BYTES: Final = 32 << 20
+
+
 @dataclass(slots=True, kw_only=True)
 class FolderItem(FileItem):
-    """An item whose files a handler has written to a temporary directory: files of process 0, and
-    a file named after each process. They are copied in pieces; to a bucket, one by one.
+    """An item whose files a handler has written to a temporary directory in each process.
+
+    Process 0 copies its files in pieces; to a bucket, one by one. Files of the others that it lacks
+    go through its memory, up to a size.
     """
 
     source: tempfile.TemporaryDirectory[str]
@@ -73,18 +82,33 @@ class FolderItem(FileItem):
         with self.source as root:
             self.end()
             for file, path in files_in(root).items():
-                if file == own and processes.count > 1:
-                    self.mine = {file: path.read_bytes()}
-                elif processes.index == 0:
+                if processes.index != 0 or (file == own and processes.count > 1):
+                    self._take(file, path)
+                else:
                     target = posixpath.join(work.path, self.name, file)
                     storage.make_dir(posixpath.dirname(target))
                     self.facts[file] = _copy(path, storage, target)
+
+    def _take(self, file: str, path: Path) -> None:
+        if path.stat().st_size > _MOST_PART_BYTES:
+            text = "%s/%s is not stored: only process 0 may write files over %d bytes"
+            _logger.warning(text, self.name, file, _MOST_PART_BYTES)
+        else:
+            self.mine = {**self.mine, file: path.read_bytes()}
+
+    def part(self) -> bytes | None:
+        """Returns this process's own files."""
+        files = {name: base64.b64encode(data).decode() for name, data in self.mine.items()}
+        return json.dumps(files).encode() if files else None
 
     def finish(
         self, storage: Storage, work: Any, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
         """Returns the files of all processes that are not there, and facts about the others."""
-        return FileItem.finish(self, storage, work, processes, parts)[0], self.facts
+        files = {name: text for part in parts.values() for name, text in json.loads(part).items()}
+        others = {name: base64.b64decode(text) for name, text in files.items()}
+        self.mine = {name: data for name, data in others.items() if name not in self.facts}
+        return FileItem.finish(self, storage, work, processes, {})[0], self.facts
 
 
 def _copy(path: Path, storage: Storage, target: str) -> step.FileFacts:

@@ -123,6 +123,29 @@ def restore_standard(
     return restore_like(found, map_named(wanted, target), resize=not strict)
 
 
+def _canonical(leaf: Any) -> Any:
+    """Returns the target with the dtype of jax arrays."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return leaf.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+
+def _may_be_key_data(leaf: Any) -> bool:
+    is_jax = isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array))
+    return is_jax and leaf.dtype == np.uint32 and leaf.ndim > 0
+
+
+def _as_key(leaf: Any, saved: Any) -> Any:
+    """Returns a target for a saved PRNG key, which Orbax describes by the key's data."""
+    if not (_may_be_key_data(leaf) and _is_key(saved)):
+        return leaf
+    return _placed(saved.shape, saved.dtype, _cut(leaf.sharding, len(saved.shape)))
+
+
+def _is_key(saved: Any) -> bool:
+    return isinstance(saved, jax.ShapeDtypeStruct) and not isinstance(saved.dtype, np.dtype)
+
+
 def _is_free(leaf: Any) -> bool:
     """Returns whether a leaf of a target leaves open where it goes."""
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
@@ -173,8 +196,14 @@ def restore_like(
     """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there.
 
     As with Orbax, numbers may be cast to any dtype, also where some of the values change, and
-    `np.array([])` stands for a numpy array of the saved shape.
+    `np.array([])` stands for a numpy array of the saved shape. Without x64, jax arrays have 32
+    bits, and data of a PRNG key stands for the key.
     """
+    like = jax.tree.map(_canonical, like)
+    if any(map(_may_be_key_data, jax.tree.leaves(like))):
+        source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        saved_keys = by_name(source.abstract())
+        like = map_named(lambda names, leaf: _as_key(leaf, saved_keys.get(names)), like)
     if any(map(_is_shapeless, jax.tree.leaves(like))):
         source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         shapes = {names: np.shape(leaf) for names, leaf in by_name(source.abstract()).items()}
@@ -316,6 +345,9 @@ def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
     sharding = sharding_of(args)
+    if _is_key(saved) and kind is np.ndarray:
+        data = jax.eval_shape(jax.random.key_data, saved)
+        return _zeros(data.shape, data.dtype)
     if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
     sizes = [getattr(args, name, None) for name in ("global_shape", "shape")]

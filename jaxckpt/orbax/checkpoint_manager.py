@@ -249,7 +249,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     def metrics(self, step: int) -> Any:
         """Returns the metrics of a step, or None."""
-        self._wait_for(step)
+        self._wait_for(step := operator.index(step))
         return dict(self._index.info(step).metrics) or None
 
     def item_metadata(self, step: int) -> Any:
@@ -261,7 +261,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         if step is None:
             found = run_metadata(self._index) or dict(self._metadata)
             return metadata.RootMetadata(custom_metadata=found)
-        self._wait_for(step)
+        self._wait_for(step := operator.index(step))
         path = self._index.check_step(step)
         if self._is_default is None:
             self._is_default = self._has_default(self._index, path)

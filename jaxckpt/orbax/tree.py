@@ -64,7 +64,9 @@ def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = Fals
 
 def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:
     """Returns a description of an array; other leaves as they are."""
-    if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        sharding = getattr(x, "sharding", None)
+    if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic):
+        sharding: Any = getattr(x, "sharding", None)
+        if hasattr(sharding, "to_jax_sharding"):  # from metadata
+            sharding = sharding.to_jax_sharding()
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
     return scalar_dtype(x) if scalar_dtype and isinstance(x, (int, float, np.number)) else x

@@ -147,6 +147,30 @@ def test_the_standard_checkpointer(tmp_path):
     twice(program, tmp_path, read=read_flat)
 
 
+def test_targets_that_describe_what_jax_makes_of_the_values(tmp_path):
+    """A PRNG key by its data; values of 64 bits, of which jax makes 32; those in metadata."""
+    state = {"key": jax.random.key(3), "w": jnp.ones(3), "x": np.arange(3.0)}
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {
+        "key": jax.ShapeDtypeStruct((2,), np.uint32, sharding=place),
+        "w": jax.ShapeDtypeStruct((3,), np.float32, sharding=place),
+        "x": jax.ShapeDtypeStruct((3,), np.float64, sharding=place),
+    }
+
+    def program(ocp, path):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "a", state)
+            checkpointer.wait_until_finished()
+            found = checkpointer.restore(path / "a", target)
+        other = ocp.PyTreeCheckpointer()
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), state)
+        leaf = other.metadata(path / "a").item_metadata.tree["w"]
+        described = ocp.utils.to_shape_dtype_struct(leaf)
+        return found, other.restore(path / "a", restore_args=args), described.shape, described.dtype
+
+    twice(program, tmp_path)
+
+
 @pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])
 def test_what_cannot_be_saved(tmp_path, ocp):
     """Empty trees, and leaves that are not arrays, raise ValueError."""

@@ -38,3 +38,11 @@ def test_processes_share_checkpoints_of_v1(run_processes, tmp_path):
     assert done[0].result == done[1].result == [[2, 3], {"n": 3}, False]
     for path, step in ((tmp_path / "b", 2), (tmp_path / "run" / "3", 3)):
         assert_orbax_reads(path / "state", step)
+
+
+def test_files_of_a_handler_in_every_process(run_processes, tmp_path):
+    """Each process finds those of all; of one name, those of process 0."""
+    done = run_processes("drop_in:files", count=3, args=[tmp_path])
+
+    missing = f"Checkpoint does not exist: {tmp_path}/none"
+    assert [one.result for one in done] == [[["0", "10", "11", "12"], missing, False]] * 3

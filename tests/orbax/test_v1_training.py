@@ -23,6 +23,16 @@ def steps_of(checkpointer):
     return [(one.step, one.metrics, one.path.name) for one in checkpointer.checkpoints]
 
 
+def test_a_step_may_be_an_array(tmp_path):
+    """As a step counter of a state is."""
+
+    def program(ocp, path):
+        with ocp.training.Checkpointer(path / "run") as checkpointer:
+            return checkpointer.save(jnp.int32(3), TREE), steps_of(checkpointer)
+
+    twice(program, tmp_path, api="v1")
+
+
 def test_a_training_loop(tmp_path):
     """It saves at intervals with metrics, keeps the newest, and goes on where it ended."""
 

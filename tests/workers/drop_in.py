@@ -44,6 +44,38 @@ def v0(me, root):
     return [saved, steps, left]
 
 
+def files(me, root):
+    """A handler writes a file in each process; a checkpoint that is not there is deleted."""
+    import dataclasses
+
+    import jaxckpt.orbax as ocp
+    import jaxckpt.orbax.v1 as v1
+
+    class Handler(ocp.CheckpointHandler):
+        def save(self, directory, args):
+            (directory / "common.txt").write_text(f"{me.index}")
+            (directory / "own").mkdir()
+            (directory / "own" / f"{me.index}.txt").write_text(f"{args.value}")
+
+        def restore(self, directory, args):
+            names = ["common.txt", *(f"own/{i}.txt" for i in range(me.count))]
+            return [(directory / name).read_text() for name in names]
+
+    @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class Args(ocp.args.CheckpointArgs):
+        value: int = 0
+
+    with ocp.CheckpointManager(f"{root}/run") as manager:
+        manager.save(1, args=ocp.args.Composite(data=Args(10 + me.index)))
+        manager.wait_until_finished()
+        found = manager.restore(1, args=ocp.args.Composite(data=Args())).data
+    try:
+        v1.delete(f"{root}/none")
+    except FileNotFoundError as error:
+        return [found, str(error), v1.delete(f"{root}/none", missing_ok=True)]
+
+
 def v1(me, root):
     """Functions and a `Checkpointer`."""
     import jaxckpt.orbax.v1 as ocp

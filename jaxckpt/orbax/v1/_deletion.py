@@ -31,38 +31,36 @@ def delete(
         raise NotImplementedError("todelete_full_path: see jaxckpt.KeepPolicy(move_to=...)")
     storage, where = locate(path)
 
-    def do() -> bool:
+    def do() -> str:
         if storage.kind(where) is None:
-            return _missing(f"Checkpoint does not exist: {path}", missing_ok)
+            return f"Checkpoint does not exist: {path}"
         found = found_checkpoint(path)
         if checkpointable_name is not None:
-            return _delete_item(path, found, checkpointable_name, missing_ok)
+            return _delete_item(path, found, checkpointable_name)
         commit_of(storage, where).remove()
-        return True
+        return ""
 
     # Process 0 also looks whether it is there: others may look when it is gone already.
-    return lead(current(), f"orbax delete {where}", do, where=where, timeout_s=_TIMEOUT_S)
+    missing = lead(current(), f"orbax delete {where}", do, where=where, timeout_s=_TIMEOUT_S)
+    if missing and not missing_ok:
+        raise FileNotFoundError(missing)
+    return not missing
 
 
-def _delete_item(path: PathLike, found: Found, name: str, missing_ok: bool) -> bool:
+def _delete_item(path: PathLike, found: Found, name: str) -> str:
+    """Deletes an item, and returns what is missing, or ""."""
     if found.deleting not in (None, name):
         raise DeletionRecoveryError(f"{path}: delete item {found.deleting!r} first, again")
     there = item_names(found)
     if name not in (*there, found.deleting):
-        return _missing(f"Checkpointable {name!r} does not exist at {path}", missing_ok)
+        return f"Checkpointable {name!r} does not exist at {path}"
     if there == [name]:
         raise ValueError(f"{path}: {name!r} is the only item; delete the whole checkpoint instead")
     if found.record is None or found.record.item == name:
         why = "is the main one" if found.record else "was not saved by jaxckpt; delete it in Orbax"
         raise ValueError(f"item {name!r} of {path} {why}")
     remove_item(found.storage, found.path, found.record, name)
-    return True
-
-
-def _missing(what: str, missing_ok: bool) -> bool:
-    if not missing_ok:
-        raise FileNotFoundError(what)
-    return False
+    return ""
 
 
 def check_arguments(name: Any, missing_ok: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from typing import Any, final
 
@@ -165,7 +166,7 @@ class Checkpointer(Run):
             StepAlreadyExistsError: the step is there, and `overwrite` is False.
         """
         check_names(checkpointables, argument="checkpointables")
-        steps = self._steps
+        step, steps = operator.index(step), self._steps
         if step in steps and not overwrite:
             raise StepAlreadyExistsError(f"Step {step} already exists in {self.directory}.")
         if steps and step < steps[-1] and step not in steps and not force:
