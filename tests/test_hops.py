@@ -185,7 +185,7 @@ FOLDERS = {
     "format": (3365, 2237),
     "integrations": (457, 248),
     "multihost": (995, 638),
-    "orbax": (6123, 3737),
+    "orbax": (6121, 3734),
     "pages": (2022, 1450),
     "storage": (4052, 2730),
     "testing": (1058, 701),

@@ -295,18 +295,23 @@ def store(handler: Any, given: Any) -> Items:
     """
     if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
         return handler._stored(given)
-    folder = tempfile.TemporaryDirectory(prefix="jaxckpt-")
-    directory = epath.Path(folder.name)
-    is_async = hasattr(handler, "async_save")
-    rest = _call(handler.async_save if is_async else handler.save, directory, given)
-    futures = jax.tree.leaves(run(rest) if is_async else None)
-
-    def end() -> None:
-        for future in futures:
-            future.result()
-        handler.finalize(directory)
 
     def take(name: str, processes: Processes) -> FolderItem:
+        folder = tempfile.TemporaryDirectory(prefix="jaxckpt-")
+        directory = epath.Path(folder.name)
+        is_async = hasattr(handler, "async_save")
+        try:
+            rest = _call(handler.async_save if is_async else handler.save, directory, given)
+            futures = jax.tree.leaves(run(rest) if is_async else None)
+        except BaseException:
+            folder.cleanup()
+            raise
+
+        def end() -> None:
+            for future in futures:
+                future.result()
+            handler.finalize(directory)
+
         return FolderItem(name=name, source=folder, end=end, handler=typestr(handler))
 
     return {"": take}

@@ -41,8 +41,12 @@ def test_processes_share_checkpoints_of_v1(run_processes, tmp_path):
 
 
 def test_files_of_a_handler_in_every_process(run_processes, tmp_path):
-    """Each process finds those of all; of one name, those of process 0."""
+    """Each process finds those of all; of one name, those of process 0. A failure ends one save."""
     done = run_processes("drop_in:files", count=3, args=[tmp_path])
 
     missing = f"Checkpoint does not exist: {tmp_path}/none"
-    assert [one.result for one in done] == [[["0", "10", "11", "12"], missing, False]] * 3
+    for one in done:
+        found, failure, *others = one.result
+        assert found == ["0", "10", "11", "12"]
+        assert failure == ("RuntimeError" if one.index == 1 else "ProcessesDisagree")
+        assert others == [[1, 3], missing, False]

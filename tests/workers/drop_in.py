@@ -45,7 +45,7 @@ def v0(me, root):
 
 
 def files(me, root):
-    """A handler writes a file in each process; a checkpoint that is not there is deleted."""
+    """A handler writes a file in each process, and fails in one; what is not there is deleted."""
     import dataclasses
 
     import jaxckpt.orbax as ocp
@@ -53,6 +53,8 @@ def files(me, root):
 
     class Handler(ocp.CheckpointHandler):
         def save(self, directory, args):
+            if args.value == 11 and args.fails:
+                raise RuntimeError("no room")
             (directory / "common.txt").write_text(f"{me.index}")
             (directory / "own").mkdir()
             (directory / "own" / f"{me.index}.txt").write_text(f"{args.value}")
@@ -65,15 +67,24 @@ def files(me, root):
     @dataclasses.dataclass
     class Args(ocp.args.CheckpointArgs):
         value: int = 0
+        fails: bool = False
 
     with ocp.CheckpointManager(f"{root}/run") as manager:
         manager.save(1, args=ocp.args.Composite(data=Args(10 + me.index)))
         manager.wait_until_finished()
         found = manager.restore(1, args=ocp.args.Composite(data=Args())).data
+        try:
+            manager.save(2, args=ocp.args.Composite(data=Args(10 + me.index, fails=True)))
+            manager.wait_until_finished()
+        except Exception as error:
+            failure = type(error).__name__
+        manager.save(3, args=ocp.args.Composite(data=Args(10 + me.index)))
+        manager.wait_until_finished()
+        steps = manager.all_steps()
     try:
         v1.delete(f"{root}/none")
     except FileNotFoundError as error:
-        return [found, str(error), v1.delete(f"{root}/none", missing_ok=True)]
+        return [found, failure, steps, str(error), v1.delete(f"{root}/none", missing_ok=True)]
 
 
 def v1(me, root):

@@ -23,7 +23,7 @@ from jaxckpt import save as save_checkpoint
 from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
-from jaxckpt.orbax._handling import FolderItem, Stored, Taker, files_in, run, typestr
+from jaxckpt.orbax._handling import FolderItem, Stored, Taker, run, typestr
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 from jaxckpt.orbax.v1._trees import cast, load_tree, tree_metadata
 
@@ -224,13 +224,6 @@ def take_files(handler: Any, value: Any) -> Taker:
         def end() -> None:
             with runner:
                 run(_loaded(rest, None), runner)
-            own = names.process_file(processes.index, processes.count)
-            if processes.index and (others := files_in(source.name).keys() - {own}):
-                raise NotImplementedError(
-                    f"item {name!r}: process {processes.index} wrote {', '.join(sorted(others))}; "
-                    f"only process 0 may, or {own}. Give the object get_state and set_state, and "
-                    "save it with jaxckpt.CheckpointManager.save(items=...)."
-                )
 
         return FolderItem(name=name, source=source, end=end, handler=typestr(type(handler)))
 
