@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
             "every_steps": 1000,
             "every_seconds": 900.0,  # limits the loss if steps are slow
             "at_steps": (1,),  # also the first step, so that a full disk is noticed immediately
-            "first": None,  # also saves the first step after each start of the program
+            "first": None,  # if True, also saves the first step of a new run
             "on_preemption": True,  # on SIGTERM, or on SIGUSR1 from a scheduler
             "check_replicas": 20,  # compares the replicas of each shard at every 20th save
             "may_differ": None,  # globs over leaves whose replicas differ on purpose

@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
             # Computed from how long a save and a restore take in this run, and how long instances
             # live. `continuous` instead would lose the least work, and write the most.
             "auto": {"mtbf_hours": 4.0, "processes": 8},
-            "first": True,  # right after a restart, since the next notice may come at any time
+            "first": True,  # the first step of a new run, too
             "on_preemption": True,  # the notice is SIGTERM; a save must fit into its grace period
         },
         keep={

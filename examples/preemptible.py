@@ -98,7 +98,7 @@ def main() -> int:
             if jax.process_index() == 0:
                 print(f"step {step}: loss {loss}", flush=True)
             manager.save(step, params, items={"batches": batches}, force=step == args.steps)
-    return 0 if step == args.steps else args.requeue_code
+    return 0 if step >= args.steps else args.requeue_code
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main() -> int:
             params, loss = train_step(params, next(batches))
             print(f"step {step}: loss {float(loss)}", flush=True)
             manager.save(step, params, items={"batches": batches}, force=step == args.steps)
-    return 0 if step == args.steps else 85
+    return 0 if step >= args.steps else 85
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1718, 11, 20),
     "manager open + save": (3950, 16, 41),
-    "open + save, local": (6408, 18, 130),  # its threads may do a little more or less
+    "open + save, local": (6425, 18, 130),  # its threads may do a little more or less
     "restore(path, like)": (2266, 14, 8),
     "manager.restore(like)": (2766, 18, 10),
     "open": (595, 10, 5),
@@ -178,10 +178,10 @@ FOLDERS = {
     "_disk": (4979, 3503),
     "_inspect": (1189, 810),
     "_progress": (225, 167),
-    "_restore": (2184, 1633),
-    "_run": (9823, 6815),
+    "_restore": (2187, 1636),
+    "_run": (9827, 6819),
     "_save": (2317, 1605),
-    "cli": (4538, 3256),
+    "cli": (4539, 3257),
     "format": (3365, 2237),
     "integrations": (457, 248),
     "multihost": (995, 638),

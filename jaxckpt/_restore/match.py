@@ -273,6 +273,9 @@ def _rename(
     if len(set(paths)) != len(paths):
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives the same name to several leaves: {', '.join(twice)}")
+    containers = {path[:i] for path in paths for i in range(len(path))}
+    if above := sorted(path_text(path) for path in containers.intersection(paths)):
+        raise ValueError(f"rename puts leaves below other leaves: {', '.join(above)}")
     if not renamed:
         raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, where)}")
     return paths, renamed

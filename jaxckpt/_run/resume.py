@@ -534,7 +534,11 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
         others[:] = [None if _is_array(leaf) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if _is_array(leaf)]
 
-    shapes = iter(jax.eval_shape(arrays_of))
+    try:
+        shapes = iter(jax.eval_shape(arrays_of))
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note("In a run with steps, restore_or only traces init; or call restore(like).")
+        raise
     if all(other is None for other in others):
         return jax.eval_shape(init)  # not `arrays_of`, which hides the shardings of a jitted `init`
     leaves = [next(shapes) if other is None else other for other in others]

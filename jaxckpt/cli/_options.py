@@ -109,13 +109,14 @@ class OnSteps(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         joined: list[str] = []
         run = ""
+        valued = {o for p in self.params if not getattr(p, "is_flag", True) for o in p.opts}
         for arg in args:
-            if arg.isdecimal() and joined:
+            if arg.isdecimal() and joined and joined[-1] not in valued:
                 maybe = self._globs or ctx.resilient_parsing  # perhaps not meant as a step
                 if (step := _step(joined[-1], int(arg), maybe=maybe)) is not None:
                     run, arg = joined.pop(), step
                 elif self.pair and run:
-                    arg = _step(run, int(arg), maybe=maybe) or arg
+                    run, arg = "", _step(run, int(arg), maybe=maybe) or arg
             joined.append(arg)
         return super().parse_args(ctx, joined)
 

@@ -556,6 +556,10 @@ def test_a_step_may_be_a_path_or_a_number_after_its_run(root):
         (["diff", root / "100", root / "200"], ["diff", root, 100, root, 200]),
         (["diff", root / "100", root / "200"], ["diff", root, 100, 200]),
         (["diff", root / "100", root], ["diff", root, 100, root]),
+        (
+            ["diff", root / "100", root / "200", "--rtol=1", "--atol=100"],
+            ["diff", root, 100, "--rtol", 1, 200, "--atol", 100],
+        ),
         (["convert", root / "100", new / "a"], ["cp", root, 100, new / "a", "--overwrite", "-y"]),
         (["fork", root / "100", new / "b"], ["fork", root, 100, new / "b"]),
         (["pin", root / "100"], ["pin", root, 100]),

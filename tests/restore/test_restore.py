@@ -592,6 +592,19 @@ def test_missing_and_extra(plain):
     assert told[0].loaded == ("params/w",)
 
 
+def test_a_rename_that_makes_no_tree_is_no_damage(tmp_path):
+    """A manager falls back to no other step, and sets none aside."""
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": 1})
+        manager.save(2, {"w": 1, "s": 2}).result()
+        with pytest.raises(ValueError, match="below other leaves: s"):
+            manager.restore(rename={"^w$": "s/x"})
+        assert manager.all_steps() == [1, 2]
+        assert not manager.problems
+    with pytest.raises(ValueError, match="below other leaves: s"):
+        jaxckpt.restore(tmp_path / "run", rename={"^w$": "s/x"})
+
+
 def test_rename(plain):
     """Saved paths by regular expression to wanted ones; the report says which."""
     told = []

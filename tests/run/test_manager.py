@@ -1512,6 +1512,20 @@ def test_restore_or_starts_or_goes_on(tmp_path, state, processes):
             manager.restore_or(first)
 
 
+def test_an_init_that_needs_values_says_what_to_do(tmp_path):
+    """It runs at the first start; at a restart, jax cannot trace it."""
+
+    def init():
+        return {"w": jnp.ones(3) * float(jnp.ones(()))}
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, manager.restore_or(init)[0]).result()
+        with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+            manager.restore_or(init)
+
+    assert "only traces init" in caught.value.__notes__[-1]
+
+
 @as_processes
 def test_restore_or_keeps_the_shardings_of_init(tmp_path, mesh, processes):
     """The shardings of its `out_shardings` win over the saved ones, which apply if it has none."""
