@@ -18,7 +18,7 @@ def plain_root(key_types: Mapping[Path, Sequence[int]]) -> Node | None:
     """Returns lists and dicts for leaves at paths, by the key types alone.
 
     Raises:
-        CorruptCheckpoint: the paths make no tree.
+        CorruptCheckpoint: the paths do not make a tree.
     """
     kinds: dict[Path, int] = {}
     top: dict[str, Any] = {}
@@ -56,5 +56,5 @@ def _plain_node(children: Mapping[str, Any], path: Path, kinds: Mapping[Path, in
 
 
 def are_indices(names: Sequence[str]) -> bool:
-    """Returns whether names are those of the elements of a list, in order."""
+    """Returns whether names number the elements of a list, in order."""
     return all(name == str(i) for i, name in enumerate(names))

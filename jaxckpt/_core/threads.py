@@ -1,4 +1,4 @@
-"""Threads for calls: those of one save or restore, and daemons for calls that may hang."""
+"""Threads for the calls of one save or restore, and daemons for calls that may hang."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def read_item(found: Found, name: str) -> Item:
 
 
 def _leaf(tensor: Tensor) -> Leaf:
-    """Returns the leaf of a tensor; as its chunks, parts that those who read all of it can take."""
+    """Returns the leaf of a tensor, with chunks that bound the memory of reading it in parts."""
     path, shape, dtype = tuple(tensor.name.split(".")), tensor.shape, tensor.dtype
     chunk_shape = run_shape(shape, dtype_of(dtype).itemsize)
     stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=chunk_shape)

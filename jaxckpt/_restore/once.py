@@ -97,8 +97,7 @@ class Together:
             carried = {plan.path for one in carriers for plan in one.plans}
             others = [plan for plan in plans if plan.path not in carried]
             parts = [part for one in carriers for part in one.parts]
-            share = 2 if carriers else 1  # a group is held beside it
-            budget_bytes = self.request.budget_bytes // share
+            budget_bytes = self.request.budget_bytes // (2 if carriers else 1)  # and a group
             done = set[Path]()
             with closing(read([*parts, *others], budget_bytes=budget_bytes)) as values:
                 for one, found in self._carried(carriers, values, partial(convert, item.path)):
@@ -122,20 +121,20 @@ class Together:
         return met
 
     def _agreed(self, item: Item, plans: Sequence[LeafPlan], turn: ExitStack) -> Sequence[Carrier]:
-        """Returns what is read once, if every process has this plan and is not at another one."""
+        """Returns the leaves to read once, if every process has this plan, and its turn."""
         if not self._may(item, plans):
             return []
         carriers = carriers_of(item, plans, self.processes, self.request.budget_bytes // 8)
         if not carriers:
             return []
         self._has_agreed = True
-        is_first = take_if_free(turn)
-        plan = {"plan": _described(item, carriers, self.request) if is_first else None}
+        has_turn = take_if_free(turn)
+        plan = {"plan": _described(item, carriers, self.request) if has_turn else None}
         with self.meter.phase("meet"):
             met = self._meet("restore", plan, None, _judge)
         if met.failed:
             raise Ended(met)
-        return carriers if is_first and met.verdict["alike"] else []
+        return carriers if has_turn and met.verdict["alike"] else []
 
     def _may(self, item: Item, plans: Sequence[LeafPlan]) -> bool:
         asked, storage = self.request.read_once, item.found.storage

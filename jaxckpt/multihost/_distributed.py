@@ -154,7 +154,7 @@ class Distributed:
     def _is_over(self, round_: _Round, outcome: bytes) -> bool:
         """Returns whether the others gave this round up, and have begun the next of its name.
 
-        So a call that only some processes made fails alone, and not every later one of its name.
+        So a call that only some processes made fails alone, and later calls of its name do not.
         """
         missing, why = _unpack(outcome)
         others = [i for i in range(self.count) if i not in cast("list[int]", missing)]

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import contextvars
 import json
-import logging
 import os
 import posixpath
 import stat
@@ -59,46 +58,41 @@ class Stored:
         return item
 
 
-_logger = logging.getLogger("jaxckpt")
-_MOST_PART_BYTES: Final = 32 << 20
+_MOST_PART_BYTES: Final = 256 << 20
 
 
 @dataclass(slots=True, kw_only=True)
 class FolderItem(FileItem):
     """An item whose files a handler has written to a temporary directory in each process.
 
-    Process 0 copies its files in pieces; to a bucket, one by one. Files of the others that it lacks
-    go through its memory, up to a size.
+    Process 0 copies its files in pieces; to a bucket, one by one. Files that only other processes
+    have go through its memory, up to a size.
     """
 
     source: tempfile.TemporaryDirectory[str]
     end: Callable[[], None]  # ends the handler's work in the background
     facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of the copied files
+    others: dict[str, bytes | None] = field(default_factory=dict)  # not of process 0; None if large
 
     def write(self, storage: Storage, work: Any, group: Group) -> None:
         """Waits for the handler and copies its files."""
-        processes = group.job
-        own = names.process_file(processes.index, processes.count)
         with self.source as root:
             self.end()
             for file, path in files_in(root).items():
-                if processes.index != 0 or (file == own and processes.count > 1):
-                    self._take(file, path)
+                if group.job.index != 0:
+                    is_small = path.stat().st_size <= _MOST_PART_BYTES
+                    self.others[file] = path.read_bytes() if is_small else None
                 else:
                     target = posixpath.join(work.path, self.name, file)
                     storage.make_dir(posixpath.dirname(target))
                     self.facts[file] = _copy(path, storage, target)
 
-    def _take(self, file: str, path: Path) -> None:
-        if path.stat().st_size > _MOST_PART_BYTES:
-            text = "%s/%s is not stored: only process 0 may write files over %d bytes"
-            _logger.warning(text, self.name, file, _MOST_PART_BYTES)
-        else:
-            self.mine = {**self.mine, file: path.read_bytes()}
-
     def part(self) -> bytes | None:
-        """Returns this process's own files."""
-        files = {name: base64.b64encode(data).decode() for name, data in self.mine.items()}
+        """Returns this process's files, unless process 0 has copied them."""
+        files = {
+            name: None if data is None else base64.b64encode(data).decode()
+            for name, data in self.others.items()
+        }
         return json.dumps(files).encode() if files else None
 
     def finish(
@@ -106,8 +100,13 @@ class FolderItem(FileItem):
     ) -> Finished:
         """Returns the files of all processes that are not there, and facts about the others."""
         files = {name: text for part in parts.values() for name, text in json.loads(part).items()}
-        others = {name: base64.b64decode(text) for name, text in files.items()}
-        self.mine = {name: data for name, data in others.items() if name not in self.facts}
+        lacked = {name: text for name, text in files.items() if name not in self.facts}
+        if large := [name for name, text in lacked.items() if text is None]:
+            raise ValueError(
+                f"item {self.name!r}: {', '.join(sorted(large))}: a file that process 0 does not "
+                f"write has at most {_MOST_PART_BYTES} bytes. Write it in process 0, or in parts."
+            )
+        self.mine = {name: base64.b64decode(text) for name, text in lacked.items()}
         return FileItem.finish(self, storage, work, processes, {})[0], self.facts
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+
 import jax
 import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 
+from jaxckpt._disk.commit import Work
+from jaxckpt.format.step import FileFacts
+from jaxckpt.multihost import Single
+from jaxckpt.orbax._handling import FolderItem
+from jaxckpt.storage import LocalStorage
 from tests.workers.manages import values_at
 
 pytestmark = [pytest.mark.multihost, pytest.mark.filterwarnings("ignore")]
@@ -50,3 +58,13 @@ def test_files_of_a_handler_in_every_process(run_processes, tmp_path):
         assert found == ["0", "10", "11", "12"]
         assert failure == ("RuntimeError" if one.index == 1 else "ProcessesDisagree")
         assert others == [[1, 3], missing, False]
+
+
+def test_a_large_file_that_process_0_lacks_fails_the_save(tmp_path):
+    """It would not fit into the memory of process 0; a copy of a file there is not needed."""
+    item = FolderItem(name="data", source=tempfile.TemporaryDirectory(), end=lambda: None)
+    item.facts = {"there": FileFacts(size=1, sha256=None)}
+    parts = {1: json.dumps({"there": None, "alone": None}).encode()}
+
+    with item.source, pytest.raises(ValueError, match=r"'data': alone: .* Write it in process 0"):
+        item.finish(LocalStorage(), Work(f"{tmp_path}", ""), Single(), parts)
