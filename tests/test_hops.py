@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -112,6 +113,7 @@ def verbs(ram_path, mesh, monkeypatch):
         manager.save(1, tree)
         manager.close()
 
+    numbers = count()
     jaxckpt.save(ram_path / "warm", tree)
     assert np.array_equal(jaxckpt.restore(ram_path / "warm", like)["w"], tree["w"])
     manage("warm run")
@@ -121,7 +123,9 @@ def verbs(ram_path, mesh, monkeypatch):
         yield {
             "save again": lambda: jaxckpt.save(ram_path / "a", tree),
             "manager open + save": lambda: manage("run"),
-            "open + save, local": lambda: manage("tiers", local=ram_path / "disk"),
+            "open + save, local": lambda: manage(
+                f"{(n := next(numbers))}", local=ram_path / f"disk {n}"
+            ),
             "restore(path, like)": lambda: jaxckpt.restore(ram_path / "warm", like),
             "manager.restore(like)": lambda: manager.restore(like),
             "open": lambda: jaxckpt.open(ram_path / "warm"),
@@ -134,7 +138,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1718, 11, 20),
     "manager open + save": (3950, 16, 41),
-    "open + save, local": (6425, 18, 130),  # its threads may do a little more or less
+    "open + save, local": (6408, 18, 130),
     "restore(path, like)": (2266, 14, 8),
     "manager.restore(like)": (2766, 18, 10),
     "open": (595, 10, 5),
@@ -145,7 +149,9 @@ CEILINGS = {
 def test_calls_stay_below_their_ceilings(verbs):
     found = {}
     for verb, call in verbs.items():
-        hops = hops_of(call)
+        # The threads of uploads may do a little more, so the least of three counts.
+        tries = 3 if verb == "open + save, local" else 1
+        hops = min((hops_of(call) for _ in range(tries)), key=lambda one: one.lines)
         found[verb] = hops.lines, hops.depth, hops.storage_calls
 
     assert found.keys() == CEILINGS.keys()
