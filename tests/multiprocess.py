@@ -559,11 +559,15 @@ def _connect(me: Member, *, port: int, heartbeat_s: int) -> None:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    gpu = None if os.environ["JAX_PLATFORMS"] == "cpu" else me.index
+    if "ONE_GPU" in os.environ:
+        gpu = 0
+        os.environ["NCCL_HOSTID"] = f"host-{me.index}"  # NCCL gives each host's process a GPU
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
         num_processes=me.count,
         process_id=me.index,
-        local_device_ids=None if os.environ["JAX_PLATFORMS"] == "cpu" else me.index,  # its GPU
+        local_device_ids=gpu,
         initialization_timeout=int(_START_TIMEOUT_S),
         heartbeat_timeout_seconds=heartbeat_s,
         shutdown_timeout_seconds=20,

@@ -588,7 +588,7 @@ def test_a_hanging_job_is_killed_and_shows_where(start_processes):
         job.wait_for(index, "hanging")
     job._deadline = 0  # as if the time were up
 
-    with pytest.raises(JobFailed, match=r"(?s)ran out of time.*in wait_for.*in wait_for"):
+    with pytest.raises(JobFailed, match=r"(?s)ran out of time.*in hang.*in hang"):
         job.wait()
 
     assert all(process.poll() is not None for process in job.processes)
