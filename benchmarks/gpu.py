@@ -1,7 +1,7 @@
 """Measures saves and restores of arrays on an accelerator, beside Orbax and bare copies.
 
     python -m benchmarks.gpu                       4 GiB in 64 leaves, on the first accelerator
-    python -m benchmarks.gpu --gib 0.1 --repeats 2
+    python -m benchmarks.gpu --gib 0.02 --leaves 2000 --repeats 2
 
 Needs the extra cuda12 and the group bench. In each round every peer does the same, in alternating
 order; the first round is a warm-up, in which XLA allocates its pinned memory. All figures are
@@ -28,7 +28,6 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.peers import Jaxckpt, OrbaxV0, OrbaxV1, Peer
 from benchmarks.report import Section, markdown, seconds
 
-_LEAVES: Final = 64
 _WIDTH: Final = 4096  # of the matrices in a training step
 _STEPS: Final = 20
 
@@ -38,13 +37,14 @@ Samples = dict[str, dict[str, list[float]]]  # seconds by figure and peer
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--leaves", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--width", type=int, default=_WIDTH)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where to save")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", module="orbax")
     device = jax.devices()[0]
-    state = make_state(int(args.gib * 2**30) // _LEAVES, device)
+    state = make_state(args.leaves, int(args.gib * 2**30) // args.leaves, device)
     size = sum(leaf.nbytes for leaf in state.values())
     found: Samples = defaultdict(lambda: defaultdict(list))
     peers: list[Peer] = [Jaxckpt(), OrbaxV1(), OrbaxV0()]
@@ -60,15 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found[figure][name] += values
     for peer in peers:
         peer.close()
-    title = f"{size / 1e9:.2f} GB in {_LEAVES} leaves on {device.device_kind}"
+    title = f"{size / 1e9:.2f} GB in {args.leaves:,} leaves on {device.device_kind}"
     print(markdown(table(title, found, [peer.name for peer in peers], size)))
 
 
-def make_state(leaf_bytes: int, device: Any) -> dict[str, jax.Array]:
+def make_state(count: int, leaf_bytes: int, device: Any) -> dict[str, jax.Array]:
     """Makes leaves of random bits, which no compression makes smaller."""
     with jax.default_device(device):
-        keys = jax.random.split(jax.random.key(0), _LEAVES)
-        leaves = {f"w{n}": jax.random.bits(keys[n], (leaf_bytes // 4,)) for n in range(_LEAVES)}
+        keys = jax.random.split(jax.random.key(0), count)
+        leaves = {f"w{n}": jax.random.bits(keys[n], (leaf_bytes // 4,)) for n in range(count)}
         return jax.block_until_ready(leaves)
 
 

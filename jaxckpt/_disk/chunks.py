@@ -29,30 +29,30 @@ from jaxckpt._core.transfer import empty, in_place
 from jaxckpt._disk.checksums import Sums, grid_of
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
+from jaxckpt._disk.places import inner_places
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     checksum,
     chunk_key,
-    decode_index,
     decode_metadata,
     dtype_of,
     encode_zarr3,
     has_our_codecs,
-    index_bytes,
 )
 from jaxckpt.format.names import ZARR3
+from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf
 
 # One read takes adjacent chunks up to these limits: the second is a quarter of what `preadv` takes.
 _RUN_BYTES: Final = 8 << 20
 _RUN_CHUNKS: Final = 256
+DECODED: Final = 2  # TensorStore holds the stored bytes too
 
 Values = np.ndarray[Any, Any]
 Buffers = dict[Box, Values]
 Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
 Landed = Callable[[int], object]  # takes a number of bytes read, in the caller's thread
-Place = tuple[str, int, int]  # file, offset and size
 
 
 class Unit(NamedTuple):
@@ -87,17 +87,18 @@ class Layout:
 @lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
 def _layout(
     stored: StoredArray, boxes: tuple[Box, ...], dtype: np.dtype[Any]
-) -> tuple[Layout, int, bool]:
-    """Returns a layout, the bytes of the buffers, and whether our chunks have those of values."""
+) -> tuple[Layout, int, int]:
+    """Returns a layout, the bytes of the buffers, and how many times they are read beside them."""
     sizes = [box.size * dtype.itemsize for box in boxes]
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
     places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
     layout = Layout(boxes=boxes, dtype=dtype, places=places, room=room, parts=None)
     if stored.zstd is not None:
-        return layout, sum(sizes), False
-    if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
-        layout = replace(layout, parts=tuple(units_read(layout, stored)))
-    return layout, sum(sizes), True
+        return layout, sum(sizes), DECODED
+    if count_chunks(stored.unit_shape, boxes) > MAX_KEPT_CHUNKS:
+        return layout, sum(sizes), 1
+    layout = replace(layout, parts=(parts := tuple(units_read(layout, stored))))
+    return layout, sum(sizes), int(any(part.start is None for part in parts))
 
 
 def units_read(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
@@ -138,11 +139,11 @@ class LeafRead:
     dtype: np.dtype[Any]  # of the host buffers
     layout: Layout = field(init=False)
     total_bytes: int = field(init=False)  # of the buffers
-    is_plain: bool = field(init=False)  # whether our chunks have the bytes of its values
+    beside: int = field(init=False)  # how often that is held beside them; `DECODED` if decoded
 
     def __post_init__(self) -> None:
         facts = _layout(self.leaf.array, self.boxes, self.dtype)
-        self.layout, self.total_bytes, self.is_plain = facts
+        self.layout, self.total_bytes, self.beside = facts
 
 
 def make_memory(item: Item, *reads: LeafRead) -> Values:
@@ -309,15 +310,11 @@ class Chunks:
         """Returns the place of each inner chunk of a chunk, in order."""
         if isinstance(place, bytes):  # an index would be far too large for a node
             raise bad_leaf(leaf, self._item.path, f'chunk "{key}" has no inner chunks')
-        file, offset, size = place
-        path, index = f"{self._item.path}/{file}", np.empty(index_bytes(leaf.array), np.uint8)
         try:
-            # If the chunk is too small for its index, this reads what lies before it: not an index.
-            self._storage.read_into(path, max(0, offset + size - index.size), [index])
-            inner = decode_index(index, size - index.size)
+            return inner_places(self._storage, self._item.path, leaf.array, place)
         except (ValueError, EOFError) as error:
+            path = f"{self._item.path}/{place.file}"
             raise bad_leaf(leaf, path, f'chunk "{key}": {error}') from error
-        return [(file, offset + at, length) for at, length in inner]
 
     def _read_run(self, run: list[ChunkJob], memory: Values) -> None:
         leaf, file = run[0].read.leaf, f"{self._item.path}/{run[0].file}"

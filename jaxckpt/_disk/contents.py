@@ -13,7 +13,7 @@ import hashlib
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from jaxckpt._disk.checksums import Sums, units_by_key
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
+from jaxckpt._disk.places import inner_places
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import names
-from jaxckpt.format.arrays import CRC_BYTES, checksum, decode_index, index_bytes
+from jaxckpt.format.arrays import CRC_BYTES, checksum, index_bytes
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage._large import pieces
@@ -121,15 +122,10 @@ def _add_database(found: Found, item: str, spans: dict[str, list[_Span]]) -> boo
 
 
 def _inner(found: Found, path: str, array: StoredArray, place: Place) -> list[Place]:
-    """Returns where the inner chunks of a chunk lie, in C order."""
-    index: Any = np.empty(index_bytes(array), np.uint8)
-    file, end = f"{path}/{place.file}", place.offset + place.size
     try:
-        found.storage.read_into(file, max(0, end - index.size), [index])
-        inner = decode_index(index, place.size - index.size)
+        return inner_places(found.storage, path, array, place)
     except (ValueError, EOFError) as error:
-        raise damaged(file, str(error)) from error
-    return [place._replace(offset=place.offset + at, size=size) for at, size in inner]
+        raise damaged(f"{path}/{place.file}", str(error)) from error
 
 
 def _check_span(file: str, data: bytes, wanted: int | None, key: str) -> None:

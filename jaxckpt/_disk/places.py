@@ -18,6 +18,7 @@ import numpy as np
 from jaxckpt._disk.commit import Work
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
+from jaxckpt.format.arrays import decode_index, index_bytes
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_database, encode_leaves
 from jaxckpt.format.step import FileFacts
 from jaxckpt.format.tree import StoredArray
@@ -49,6 +50,14 @@ class Table(NamedTuple):
         }
         sizes = {to[file]: size for file, size in self.sizes.items()}
         return self._replace(places=places, sizes=sizes)
+
+
+def inner_places(storage: Storage, folder: str, array: StoredArray, place: Place) -> list[Place]:
+    """Returns where the inner chunks of a chunk lie; ValueError or EOFError if its index is bad."""
+    index, (file, offset, size) = np.empty(index_bytes(array), np.uint8), place
+    # If the chunk is too small for its index, this reads what lies before it: not an index.
+    storage.read_into(f"{folder}/{file}", max(0, offset + size - index.size), [index])
+    return [Place(file, offset + at, n) for at, n in decode_index(index, size - index.size)]
 
 
 def encode_table(table: Table) -> bytes:

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.places import Table
+from jaxckpt._disk.places import Table, inner_places
 from jaxckpt._disk.writer import ChunkWrite
-from jaxckpt.format.arrays import CRC_BYTES, checksum, decode_index, index_bytes
+from jaxckpt.format.arrays import CRC_BYTES, checksum
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import Storage, drop_cached
 from jaxckpt.storage._large import pieces
@@ -70,15 +70,13 @@ def damaged_chunks(
         return crc
 
     def is_good(chunk: ChunkWrite, place: Any) -> bool:
-        units = [(0, place.size)]
+        units = [place]
         if chunk.stored.inner_shape is not None:
-            index = np.empty(index_bytes(chunk.stored), np.uint8)
-            storage.read_into(path, place.offset + place.size - index.size, [index])
-            units = decode_index(index, place.size - index.size)
+            units = inner_places(storage, folder, chunk.stored, place)
         return all(
-            crc_of(place.offset + at, count - CRC_BYTES) == crc
-            and crc_of(place.offset + at + count - CRC_BYTES, CRC_BYTES) == _crc_of_crc(crc)
-            for (at, count), crc in zip(units, written.sums[chunk.sums], strict=True)
+            crc_of(at, count - CRC_BYTES) == crc
+            and crc_of(at + count - CRC_BYTES, CRC_BYTES) == _crc_of_crc(crc)
+            for (_, at, count), crc in zip(units, written.sums[chunk.sums], strict=True)
         )
 
     bad = []

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt._core.plan import count_chunks, plan_chunks
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values
+from jaxckpt._disk.chunks import DECODED, Buffers, Chunks, Failed, Landed, LeafRead, Values
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, reader_of
@@ -59,11 +59,9 @@ def read_leaves(
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
-    Leaves are read ahead while they fit into the budget: their buffers, and as much again, up to a
-    share of the budget, for what TensorStore holds or what is cast or divided, and twice that if it
-    is decoded: TensorStore holds the stored bytes too. A larger leaf is
-    read alone, in pieces, and the budget is for the memory it takes beside its buffers. The first
-    bad leaf raises when its turn comes.
+    Leaves are read ahead while they fit into the budget: their buffers, and what is read beside
+    them, each up to a share of the budget. A larger leaf is read alone, in pieces, and the budget
+    is for the memory it takes beside its buffers. The first bad leaf raises when its turn comes.
 
     Args:
         failed: Called with a bad leaf and its error instead of raising; later leaves are read.
@@ -76,15 +74,16 @@ def read_leaves(
     if not reads:
         return
     window_bytes = int(budget_bytes * _WINDOW)
-    at_once = item.found.storage.reads_at_once
-    threads = max(1, min(at_once, window_bytes // MAX_UNIT_BYTES))
+    most_bytes = window_bytes if any(read.beside for read in reads) else budget_bytes
+    threads = max(1, min(item.found.storage.reads_at_once, most_bytes // MAX_UNIT_BYTES))
     pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
     try:
         for batch in _batches(item, reads, pool, window_bytes):
+            least = isinstance(batch, Regions)
             cost = sum(
-                r.total_bytes + min(r.total_bytes, window_bytes) * (1 if r.is_plain else 2)
+                r.total_bytes + min(r.total_bytes, window_bytes) * max(least, r.beside)
                 for r in batch.reads
             )
             while started and in_flight + cost > budget_bytes:
@@ -158,7 +157,7 @@ def _batches(
         for group in grouped_reads(reads, min(BATCH_BYTES, window_bytes), may_group):
             if item.tensors is not None:
                 ahead.append(Tensors(item, group, pool))
-            elif places is not None and group[0].is_plain:
+            elif places is not None and group[0].beside < DECODED:
                 ahead.append(Chunks(item, group, places, sums, pool))
             else:
                 reader = reader or reader_of(item)
@@ -176,7 +175,7 @@ def grouped_reads(
     group: list[LeafRead] = []
     size = 0
     for read in reads:
-        alone = not may_group or not read.is_plain
+        alone = not may_group or read.beside == DECODED
         full = size + read.total_bytes > most_bytes or len(group) >= _BATCH_LEAVES
         if group and (alone or full):
             yield group
@@ -194,7 +193,7 @@ def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     """Returns where the values lie that are read; None if only TensorStore finds them."""
     if not (item.ours and item.database):
         return None
-    plain = [read for read in reads if read.is_plain]
+    plain = [read for read in reads if read.beside < DECODED]
     if not plain:
         return None
     wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in plain)

@@ -152,8 +152,8 @@ class _Piece(NamedTuple):
     tensor: Tensor
     read: LeafRead
     box: Box  # what is read
-    wanted: Box
-    out: np.ndarray[Any, Any]  # the memory of `wanted`
+    here: Box  # the part of it that is wanted
+    out: np.ndarray[Any, Any]  # the memory of that part
     is_direct: bool  # whether the file has the bytes of `out`
 
 
@@ -177,11 +177,12 @@ class Tensors:
             at += read.layout.room
             file, tensor = self._item.tensors[read.leaf.name]
             for box, out in zip(read.boxes, self._buffers[-1], strict=True):
-                is_same = out.dtype == dtype_of(tensor.dtype) and out.flags.c_contiguous
-                head, rest = (file, tensor.offset, out.nbytes, tensor, read), (box, out)
+                is_same, head = out.dtype == dtype_of(tensor.dtype), (file, tensor.offset)
                 for part in _pieces(tensor, box) if box.size else ():
-                    piece = _Piece(*head, part, *rest, is_same and part == box)
-                    alone = part.shape != tensor.shape or not piece.is_direct
+                    to = out[(here := part.intersect(box) or part).within(box)]
+                    is_direct = is_same and here == part and to.flags.c_contiguous
+                    piece = _Piece(*head, to.nbytes, tensor, read, part, here, to, is_direct)
+                    alone = part.shape != tensor.shape or not is_direct
                     (apart if alone else whole).append(piece)
         groups = chain(([piece] for piece in apart), adjacent(whole, after=0))
         self._under_way = [self._pool.submit(self._fill, group) for group in groups]
@@ -220,7 +221,7 @@ class Tensors:
 
     def _fill_one(self, piece: _Piece) -> int:
         """Reads a piece and copies its part of the wanted box; returns the bytes copied."""
-        file, _, _, tensor, read, box, wanted, out, is_direct = piece
+        file, _, _, tensor, read, box, here, out, is_direct = piece
         values = out if is_direct else np.empty(box.shape, dtype_of(tensor.dtype))
         flat, at = values.reshape(-1).view(np.uint8), 0
         try:
@@ -231,12 +232,10 @@ class Tensors:
         except EOFError as error:
             what = f"{file} was truncated: {error}"
             raise CorruptCheckpoint(what, leaf=read.leaf.text, file=file) from error
-        if is_direct:
-            return values.nbytes
-        part = box.intersect(wanted) or box
-        some = values[part.within(box)]
-        out[part.within(wanted)] = cast(some, out.dtype, leaf=read.leaf.text, where=self._item.path)
-        return some.size * out.itemsize
+        if not is_direct:
+            some, leaf = values[here.within(box)], read.leaf.text
+            out[...] = cast(some, out.dtype, leaf=leaf, where=self._item.path)
+        return out.nbytes
 
 
 def _pieces(tensor: Tensor, box: Box) -> Iterator[Box]:
