@@ -31,6 +31,7 @@ A manager:
     incremental  what a step shares with earlier steps
     comparisons  when replicas are compared, and what that found
     preemption   being told to stop
+    by_hand      pinned, deleted, scrubbed: in all roots, and on the disk of each host
     resume       the newest complete step, or the step before it
 
 A local tier in front of the directory:

@@ -148,11 +148,11 @@ class Deletion:
         storage, file = self.index.storage, self.leases.doomed_file
         doomed = Doomed(steps=steps, owner=self.owner.token, move_to=self.move_to)
         try:
-            if not storage.create(file, run.encode_doomed(doomed)):
+            if not storage.create(file, run.encode(doomed)):
                 self.owner.check()  # then the file is of an owner before, or of a failed deletion
                 self.half = self._remove_halves(self.leases.doomed().steps)
                 steps += self.half
-                storage.write(file, run.encode_doomed(doomed))
+                storage.write(file, run.encode(doomed))
         except OSError as error:
             if not is_full(error):
                 raise
@@ -168,7 +168,7 @@ class Deletion:
         with contextlib.suppress(OSError):
             doomed = self.leases.doomed()
             if self.owner.token and doomed.owner == self.owner.token:
-                data = run.encode_doomed(replace(doomed, owner=""))
+                data = run.encode(replace(doomed, owner=""))
                 self.index.storage.write(self.leases.doomed_file, data)
 
     def _check_renamed(self, name: str) -> None:
@@ -375,7 +375,7 @@ class Deletion:
         doomed = self.leases.doomed_file
         with self._lock:
             # Without an owner, since the next one must not delete a step whose copy is not whole.
-            self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
+            self.index.storage.write(doomed, run.encode(Doomed(steps=[name])))
             yield
             self.index.storage.delete(doomed)
 

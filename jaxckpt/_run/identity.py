@@ -24,7 +24,9 @@ def read_identity(index: StepIndex) -> Identity | None:
 def _in_file(index: StepIndex) -> Identity | None:
     file = f"{index.root}/{names.RUN}"
     try:
-        return run.decode_identity(index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+        return run.decode(
+            run.Identity, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CorruptCheckpoint as error:
@@ -73,13 +75,13 @@ def is_new(entries: Mapping[str, Entry] | None) -> bool:
 
 def put_identity(index: StepIndex, identity: Identity) -> Identity:
     """Writes the id of a root unless it has another; returns the id that it has then."""
-    file, data = f"{index.root}/{names.RUN}", run.encode_identity(identity)
+    file, data = f"{index.root}/{names.RUN}", run.encode(identity)
     try:
         if index.storage.create(file, data):
             return identity
         with suppress(CorruptCheckpoint):
-            there = run.decode_identity(
-                index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
+            there = run.decode(
+                run.Identity, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
             )
             if there.id != identity.id or there == identity:
                 return there

@@ -43,7 +43,7 @@ class Leases:
         file = f"{self.index.root}/{entry}"
         try:
             data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
-            lease = run.decode_lease(data, file=file)
+            lease = run.decode(run.Lease, data, file=file)
         except FileNotFoundError:
             return None
         except CorruptCheckpoint as error:
@@ -64,7 +64,7 @@ class Leases:
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"
         expires_ns = time.time_ns() + int(LEASE_S * 1e9)
-        lease = run.encode_lease(Lease(step=step, expires_ns=expires_ns))
+        lease = run.encode(Lease(step=step, expires_ns=expires_ns))
         written = any(self._has_written(file, lease) for _ in range(2))
         # A writer that dooms a step already leased by this reader will see the earlier lease.
         there = self.index.is_committed(number) and (step in self._leased or self.is_staying(step))
@@ -94,7 +94,7 @@ class Leases:
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""
         if steps:
-            data = run.encode_doomed(Doomed(steps=list(steps)))
+            data = run.encode(Doomed(steps=list(steps)))
             self.index.storage.write(self.doomed_file, data)
         else:
             self.index.storage.delete_files([self.doomed_file])
@@ -104,6 +104,6 @@ class Leases:
         file = self.doomed_file
         try:
             data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
-            return run.decode_doomed(data, file=file)
+            return run.decode(run.Doomed, data, file=file)
         except (FileNotFoundError, CorruptCheckpoint):
             return Doomed()

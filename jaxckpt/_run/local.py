@@ -284,7 +284,7 @@ def _about_others(local: StepIndex, identity: Identity, home: str) -> str:
     whose, more = "another run", ""
     if other is None:
         whose = "another run or an older release, none of which is in the directory of this run"
-        known = run.encode_identity(identity).decode()
+        known = run.encode(identity).decode()
         more = (
             " If they are of this run, stop the job and: "
             f"rm -r {home} && echo '{known}' > {local.root}/{names.RUN}"

@@ -25,6 +25,7 @@ from jaxckpt._core.text import nearest, shown
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._run.by_hand import ByHand
 from jaxckpt._run.config import (
     MANAGER,
     LocalTier,
@@ -33,23 +34,20 @@ from jaxckpt._run.config import (
     manager_arguments,
     suggest,
 )
-from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
 from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import DURABLE, LOCAL, Root, judge_steps, newest_of, newest_whole
+from jaxckpt._run.root import DURABLE, LOCAL, Root
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
-from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
-from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Group, Json, current, lead, raise_first, text_of
+from jaxckpt.multihost import Group, current, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _Reading = StateReading | ItemsReading
@@ -207,14 +205,8 @@ class CheckpointManager:
             writes=writes,
             on_damage=self._saver.incremental.clear,
         )
-
-    def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
-        return lead(
-            self._processes,
-            f"manager {self.directory}/{what}",
-            do,
-            where=self.directory,
-            timeout_s=self.timeout_s,
+        self._by_hand = ByHand(
+            root, self._processes, self._roots, self._saver, self._tiers, writes, timeout_s
         )
 
     @classmethod
@@ -438,9 +430,9 @@ class CheckpointManager:
             self._saver.due.record(restore_s=restore_s)
             self._saver.ledger.restored(self.restored_step, restore_s)
         if self.mode == "w" and self.restored_step != first and not goes_on:
-            self._go_back()  # some may have been set aside
+            self._by_hand.go_back()  # some may have been set aside
         elif self.mode == "w" and self.restored_step != first:
-            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
+            newest = self._by_hand.newest()  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
         elif self.mode == "w" and goes_on and self._saver.is_behind(self.restored_step):
@@ -609,47 +601,7 @@ class CheckpointManager:
         self._begin_call()
         if self.mode == "w":
             self.wait_until_finished()
-        reports: dict[int, VerifyReport] = {}
-        for root in self._roots:
-            found = scrub(
-                root.deletion,
-                root.group.mates,
-                writes=self.mode == "w",
-                timeout_s=self.timeout_s,
-                mend=partial(self._mend, root),
-                mend_part=partial(self._roots[0].mend_part, root),
-            )
-            reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
-            self._upload_again([n for n, one in found.items() if one.damaged], root)
-        bad = not all(report.ok for report in reports.values())  # maybe on this disk only
-        name, limit_s = f"manager {self.directory}/scrubbed", self.timeout_s
-        if self.mode == "w" and self._processes.gather(name, bad, any, timeout_s=limit_s):
-            self._go_back()  # some were set aside
-        return reports
-
-    def _go_back(self) -> None:
-        """Continues, alike in all processes, from the newest step that is left."""
-        newest = self._lead("newest", partial(newest_of, self._roots))
-        if (local := self._roots[0]).group.part is not None:
-            judge = partial(newest_whole, most=self._saver.position.floor)
-            limits: Any = {"run": self.directory, "timeout_s": self.timeout_s}
-            found = judge_steps(local, judge, **limits)["newest"]
-            newest = max((n for n in (newest, found) if n is not None), default=None)
-        self._saver.went_back(newest, good=newest)
-
-    def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
-        """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
-        local = self._roots[0]
-        if self._tiers is None or root is local:
-            return
-        for step in damaged:
-            root.index.forget(step)
-            if local.has(step) and not root.has(step):
-                self._tiers.uploader.resume(step)
-
-    def _mend(self, root: Root, step: int) -> bool:
-        others = [one for one in self._roots if one is not root and one.has(step)]
-        return any(root.mend(step, one.index) for one in others)
+        return self._by_hand.scrub()
 
     @property
     def timings(self) -> list[Timing]:
@@ -661,34 +613,12 @@ class CheckpointManager:
     def pin(self, step: int) -> None:
         """Keeps a step, regardless of the policy, until it is unpinned."""
         self._begin_call(writes=True)
-        self._in_all("pin", as_step("pin", step), Deletion.pin)
+        self._by_hand.pin(as_step("pin", step))
 
     def unpin(self, step: int) -> None:
         """Lets the policy delete a step again."""
         self._begin_call(writes=True)
-        self._in_all("unpin", as_step("unpin", step), Deletion.unpin)
-
-    def _in_all(self, what: str, step: int, do: Callable[[Deletion, int], object]) -> None:
-        """Does something with a step wherever it is; CheckpointNotFound if that is nowhere."""
-
-        def in_all() -> None:
-            # One after the other: an upload that ends meanwhile looks at the local step, too.
-            lacks: list[BaseException] = []
-            for root in self._roots:
-                try:
-                    do(root.deletion, step)
-                except CheckpointNotFound as error:
-                    lacks.append(error)
-            raise_first(lacks[len(self._roots) - 1 :])  # nothing has it
-
-        self._lead(what, in_all)
-        self._on_own_disk(step, do)
-
-    def _on_own_disk(self, step: int, do: Callable[[Deletion, int], object]) -> None:
-        """Repeats on this process's disk what process 0 has done on its disk."""
-        local = self._roots[0]
-        if local.group.follows and local.has(step):
-            do(local.deletion, step)
+        self._by_hand.unpin(as_step("unpin", step))
 
     def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step now, or moves it (`KeepPolicy.move_to`).
@@ -706,22 +636,7 @@ class CheckpointManager:
         self._begin_call(writes=True)
         step = as_step("delete", step)
         self.wait_until_finished()
-
-        def delete() -> str:
-            places = [root for root in self._roots if root.has(step)] or [self._directory]
-            for root in places:
-                if root.deletion.is_pinned(step):
-                    raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
-            return _delete_in(places, step, item)
-
-        lacks, local = self._lead("delete", delete), self._roots[0]
-        own = [local] if local.group.follows and local.has(step) else []
-        limits: Any = {"where": self.directory, "timeout_s": self.timeout_s}
-        with local.group.leading(f"manager {self.directory}/deleted", any, **limits) as led:
-            led.value = (own and not _delete_in(own, step, item)) or not lacks
-        if not led.value:
-            raise CheckpointNotFound(lacks)
-        self._go_back()
+        self._by_hand.delete(step, item)
 
     # --- preemption and readers ------------------------------------------------------------------
 
@@ -770,27 +685,6 @@ class CheckpointManager:
 def saver_of(manager: CheckpointManager) -> Saver:
     """Returns the saving half of a manager, for the drop-in, which decides and waits as Orbax."""
     return manager._saver
-
-
-def _delete_in(places: Sequence[Root], step: int, item: str | None) -> str:
-    """Deletes a step or an item, which may be gone from some of the places.
-
-    Returns:
-        What they lack if it was in none, or "".
-    """
-    lacks: list[str] = []
-    for root in places:
-        try:
-            root.index.check_step(step)
-            root.owner.fence()
-            if item is not None:
-                root.deletion.delete_item(step, item)
-            elif step not in root.deletion.delete([step], asked_for=True):
-                why = root.deletion.why_not(step)
-                raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
-        except CheckpointNotFound as error:
-            lacks.append(str(error))
-    return lacks[0] if len(lacks) == len(places) else ""
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def read_owner(index: StepIndex) -> Owner | None:
     file = f"{index.root}/{names.OWNER}"
 
     def read() -> Owner:
-        return run.decode_owner(index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+        return run.decode(run.Owner, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
 
     try:
         with contextlib.suppress(CorruptCheckpoint):  # it may be overwritten at this moment
@@ -207,7 +207,7 @@ class Ownership:
             opened_ns=time.time_ns(),
             keep=self._keep or (before.keep if before is not None else {}),
         )
-        file, data = f"{self._index.root}/{names.OWNER}", run.encode_owner(owner)
+        file, data = f"{self._index.root}/{names.OWNER}", run.encode(owner)
         try:
             self._index.storage.write(file, data)
         except OSError as error:

@@ -81,7 +81,7 @@ class Peers:
             with suppress(FileNotFoundError):
                 file = f"{home}/{names.RUN}"
                 data = storage.read(file, max_bytes=run.MAX_BYTES)
-                if run.decode_identity(data, file=file).id == self.run:
+                if run.decode(run.Identity, data, file=file).id == self.run:
                     yield from self._roots_in(storage, home)
 
     def _roots_in(self, storage: Storage, home: str) -> Iterator[StepIndex]:

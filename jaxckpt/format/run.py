@@ -1,6 +1,6 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
-    _jaxckpt.run            {"version": 1, "id", "directory": URL}
+    _jaxckpt.run            {"id", "directory": URL}
     _jaxckpt.steps          [directory names], where peers are to read the steps
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to": directory}
@@ -14,10 +14,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
@@ -156,19 +156,6 @@ class Identity:
     directory: str = ""  # in a local directory of the run: the URL of the run's directory
 
 
-def encode_identity(identity: Identity) -> bytes:
-    behind = {"directory": identity.directory} if identity.directory else {}
-    return jsontext.dumps({"version": 1, "id": identity.id, **behind})
-
-
-def decode_identity(data: bytes, *, file: str) -> Identity:
-    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    return Identity(
-        id=expect(top.get("id"), str, "'id'", file=file),
-        directory=expect(top.get("directory", ""), str, "'directory'", file=file),
-    )
-
-
 def encode_steps(steps: Sequence[str]) -> bytes:
     return jsontext.dumps(list(steps))
 
@@ -193,29 +180,6 @@ class Owner:
     keep: Mapping[str, Any] = field(default_factory=dict)  # its `KeepPolicy`, without functions
 
 
-def encode_owner(owner: Owner) -> bytes:
-    return jsontext.dumps(
-        {
-            "token": owner.token,
-            "host": owner.host,
-            "pid": owner.pid,
-            "opened_ns": owner.opened_ns,
-            "keep": dict(owner.keep),
-        }
-    )
-
-
-def decode_owner(data: bytes, *, file: str) -> Owner:
-    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    return Owner(
-        token=expect(top.get("token"), str, "'token'", file=file),
-        host=expect(top.get("host"), str, "'host'", file=file),
-        pid=expect(top.get("pid"), int, "'pid'", file=file),
-        opened_ns=_time(top, "opened_ns", file=file),
-        keep=expect(top.get("keep", {}), dict, "'keep'", file=file),
-    )
-
-
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     return jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
 
@@ -237,22 +201,6 @@ class Doomed:
     move_to: str | None = None  # where the steps go instead, as in `KeepPolicy`
 
 
-def encode_doomed(doomed: Doomed) -> bytes:
-    top = {"steps": list(doomed.steps), "owner": doomed.owner, "move_to": doomed.move_to}
-    return jsontext.dumps({name: value for name, value in top.items() if value is not None})
-
-
-def decode_doomed(data: bytes, *, file: str) -> Doomed:
-    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    steps = expect(top.get("steps"), list, "'steps'", file=file)
-    move_to = top.get("move_to")
-    return Doomed(
-        steps=_steps_in([expect(step, str, "a step", file=file) for step in steps]),
-        owner=expect(top.get("owner", ""), str, "'owner'", file=file),
-        move_to=None if move_to is None else expect(move_to, str, "'move_to'", file=file),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """A reader's claim on a step, by directory name, until a point in time."""
@@ -261,20 +209,26 @@ class Lease:
     expires_ns: int
 
 
-def encode_lease(lease: Lease) -> bytes:
-    return jsontext.dumps({"step": lease.step, "expires_ns": lease.expires_ns})
+_TYPES: Final = {"str": str, "str | None": str, "int": int, "Sequence[str]": list}
+_Record = TypeVar("_Record", Identity, Owner, Doomed, Lease)
 
 
-def decode_lease(data: bytes, *, file: str) -> Lease:
+def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
+    top = {one.name: getattr(record, one.name) for one in fields(record)}
+    return jsontext.dumps({name: value for name, value in top.items() if value is not None})
+
+
+def decode(kind: type[_Record], data: bytes, *, file: str) -> _Record:
+    """Decodes what `encode` made; names of steps that are none are left out."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    return Lease(
-        step=expect(top.get("step"), str, "'step'", file=file),
-        expires_ns=_time(top, "expires_ns", file=file),
-    )
-
-
-def _time(top: Mapping[str, Any], name: str, *, file: str) -> int:
-    found = expect(top.get(name), int, f"'{name}'", file=file)
-    if abs(found) > _LATEST_NS:
-        raise damaged(file, f"'{name}' is not a time")
-    return found
+    values: dict[str, Any] = {}
+    for one in fields(kind):
+        found, wanted = top.get(one.name), _TYPES.get(str(one.type), dict)
+        if found is None and (one.default, one.default_factory) != (MISSING, MISSING):
+            continue
+        values[one.name] = expect(found, wanted, f"'{one.name}'", file=file)
+        if wanted is int and abs(found) > _LATEST_NS:
+            raise damaged(file, f"'{one.name}' is too large")
+        if wanted is list:
+            values[one.name] = _steps_in([expect(step, str, "a step", file=file) for step in found])
+    return kind(**values)

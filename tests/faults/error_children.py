@@ -208,7 +208,7 @@ def leased(root, leases):
     from jaxckpt.format import run
 
     files = [Path(root, name) for name in leases]
-    return {run.decode_lease(file.read_bytes(), file=str(file)).step for file in files}
+    return {run.decode(run.Lease, file.read_bytes(), file=str(file)).step for file in files}
 
 
 def check_run(root):

@@ -433,10 +433,10 @@ def in_root(root, work, seed, count):
     owner = run.Owner(token="0" * 16, host="elsewhere", pid=1, opened_ns=time.time_ns())
     lease = run.Lease(step=str(STEP), expires_ns=time.time_ns() + 10**12)
     texts = {
-        names.RUN: run.encode_identity(run.Identity(id="0" * 32, directory="elsewhere")),
-        names.OWNER: run.encode_owner(owner),
-        names.DOOMED: run.encode_doomed(run.Doomed(steps=["4", "9"], owner="a", move_to="b")),
-        names.lease("0" * 16): run.encode_lease(lease),
+        names.RUN: run.encode(run.Identity(id="0" * 32, directory="elsewhere")),
+        names.OWNER: run.encode(owner),
+        names.DOOMED: run.encode(run.Doomed(steps=["4", "9"], owner="a", move_to="b")),
+        names.lease("0" * 16): run.encode(lease),
         names.LEDGER: ledger.encode_ledger([ledger.Start(start="0" * 16, saves=3, reached=9)] * 3),
     }
     limit_memory()

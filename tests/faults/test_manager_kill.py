@@ -128,8 +128,8 @@ def leave_much(zygote, original):
                 left.add(kind)
                 shutil.copytree(entry, original / entry.name)
     assert left == {"deleting", "writing"}
-    (original / names.DOOMED).write_bytes(run.encode_doomed(Doomed(steps=["2"])))
-    lease = run.encode_lease(Lease(step="2", expires_ns=1))
+    (original / names.DOOMED).write_bytes(run.encode(Doomed(steps=["2"])))
+    lease = run.encode(Lease(step="2", expires_ns=1))
     (original / names.lease("expired")).write_bytes(lease)
 
 

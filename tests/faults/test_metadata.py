@@ -138,9 +138,9 @@ PARSERS = {
     "sharding": _text_in,
     "array": _array,
     "values": lambda data, file: typed_json.decode(jsontext.loads(data, file=file), file=file),
-    "owner": lambda data, file: run.decode_owner(data, file=file),
-    "doomed": lambda data, file: run.decode_doomed(data, file=file),
-    "lease": lambda data, file: run.decode_lease(data, file=file),
+    "owner": lambda data, file: run.decode(run.Owner, data, file=file),
+    "doomed": lambda data, file: run.decode(run.Doomed, data, file=file),
+    "lease": lambda data, file: run.decode(run.Lease, data, file=file),
     "msgpack": lambda data, file: msgpack.decode(data, file=file),
 }
 

@@ -155,7 +155,7 @@ def test_a_life_reads_back(name, begun, url):
 
     assert life.starts == tuple(begun)[-step.MAX_STARTS :]
     assert step.decode_record(step.encode_record(record), file="f") == record
-    assert run.decode_identity(run.encode_identity(identity), file="f") == identity
+    assert run.decode(run.Identity, run.encode(identity), file="f") == identity
 
 
 @pytest.mark.parametrize("bad", [[], {"id": 3}, {"id": "x", "starts": [["a"]]}, {"starts": []}])

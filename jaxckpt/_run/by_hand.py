@@ -1,0 +1,143 @@
+"""What a program does to steps by hand, in all roots of a run and on the disk of each host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
+from jaxckpt._run.saver import Saver
+from jaxckpt._run.scrub import scrub
+from jaxckpt._run.tiers import Tiers
+from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.multihost import Json, Processes, lead
+from jaxckpt.types import VerifyReport
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """Changes the steps of a run for a manager; all processes make the same calls."""
+
+    run: str  # its directory
+    processes: Processes
+    roots: Sequence[Root]
+    saver: Saver
+    tiers: Tiers | None
+    writes: bool
+    timeout_s: float
+
+    def pin(self, step: int) -> None:
+        self._everywhere("pin", step, lambda root: root.deletion.pin(step))
+
+    def unpin(self, step: int) -> None:
+        self._everywhere("unpin", step, lambda root: root.deletion.unpin(step))
+
+    def delete(self, step: int, item: str | None) -> None:
+        def check(root: Root) -> None:
+            if root.has(step) and root.deletion.is_pinned(step):
+                raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
+
+        def delete(root: Root) -> None:
+            root.index.check_step(step)
+            root.owner.fence()
+            if item is not None:
+                root.deletion.delete_item(step, item)
+            elif step not in root.deletion.delete([step], asked_for=True):
+                why = root.deletion.why_not(step)
+                raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
+
+        self._everywhere("delete", step, delete, check)
+        self.go_back()
+
+    def scrub(self) -> dict[int, VerifyReport]:
+        """Verifies all steps of each root, mends what another has, and sets the rest aside."""
+        reports: dict[int, VerifyReport] = {}
+        for root in self.roots:
+            found = scrub(
+                root.deletion,
+                root.group.mates,
+                writes=self.writes,
+                timeout_s=self.timeout_s,
+                mend=partial(self._mend, root),
+                mend_part=partial(self.roots[0].mend_part, root),
+            )
+            reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
+            self._upload_again([n for n, one in found.items() if one.damaged], root)
+        bad = not all(report.ok for report in reports.values())  # maybe on this disk only
+        name, limit_s = f"manager {self.run}/scrubbed", self.timeout_s
+        if self.writes and self.processes.gather(name, bad, any, timeout_s=limit_s):
+            self.go_back()  # some were set aside
+        return reports
+
+    def newest(self) -> int | None:
+        """Returns the newest step of the roots, as process 0 finds it."""
+        return self._lead("newest", partial(newest_of, self.roots))
+
+    def go_back(self) -> None:
+        """Continues, alike in all processes, from the newest step that is left."""
+        newest = self.newest()
+        if (local := self.roots[0]).group.part is not None:
+            judge = partial(newest_whole, most=self.saver.position.floor)
+            found = judge_steps(local, judge, run=self.run, timeout_s=self.timeout_s)["newest"]
+            newest = max((n for n in (newest, found) if n is not None), default=None)
+        self.saver.went_back(newest, good=newest)
+
+    def _everywhere(
+        self,
+        what: str,
+        step: int,
+        do: Callable[[Root], object],
+        check: Callable[[Root], object] = lambda root: None,
+    ) -> None:
+        """Does something with a step wherever it is; CheckpointNotFound if that is nowhere.
+
+        Args:
+            check: Raises if nothing is to be done in any root.
+        """
+
+        def in_roots() -> str:
+            for root in self.roots:
+                check(root)
+            return _in_each(self.roots, do)
+
+        lacks = self._lead(what, in_roots)
+        if (local := self.roots[0]).group.part is not None:
+            limits: Any = {"where": self.run, "timeout_s": self.timeout_s}
+            with local.group.leading(f"manager {self.run}/{what} here", any, **limits) as led:
+                own = [local] if local.group.follows and local.has(step) else []
+                led.value = not lacks or (bool(own) and not _in_each(own, do))
+            lacks = "" if led.value else lacks
+        if lacks:
+            raise CheckpointNotFound(lacks)
+
+    def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
+        name, limit_s = f"manager {self.run}/{what}", self.timeout_s
+        return lead(self.processes, name, do, where=self.run, timeout_s=limit_s)
+
+    def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
+        """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
+        local = self.roots[0]
+        if self.tiers is None or root is local:
+            return
+        for step in damaged:
+            root.index.forget(step)
+            if local.has(step) and not root.has(step):
+                self.tiers.uploader.resume(step)
+
+    def _mend(self, root: Root, step: int) -> bool:
+        others = [one for one in self.roots if one is not root and one.has(step)]
+        return any(root.mend(step, one.index) for one in others)
+
+
+def _in_each(roots: Sequence[Root], do: Callable[[Root], object]) -> str:
+    """Does something in each root that has the step; returns what all lack, or ""."""
+    lacks: list[str] = []
+    # One after the other: an upload that ends meanwhile looks at the local step, too.
+    for root in roots:
+        try:
+            do(root)
+        except CheckpointNotFound as error:
+            lacks.append(str(error))
+    return lacks[-1] if len(lacks) == len(roots) else ""
