@@ -107,7 +107,7 @@ class ByHand:
             limits: Any = {"where": self.run, "timeout_s": self.timeout_s}
             with local.group.leading(f"manager {self.run}/{what} here", any, **limits) as led:
                 own = [local] if local.group.follows and local.has(step) else []
-                led.value = not lacks or (bool(own) and not _in_each(own, do))
+                led.value = (bool(own) and not _in_each(own, do)) or not lacks
             lacks = "" if led.value else lacks
         if lacks:
             raise CheckpointNotFound(lacks)

@@ -688,6 +688,32 @@ def test_all_hear_of_a_deletion_that_failed_on_one_disk(tmp_path, item):
     assert simulate(2, run) == [([1, 2] if item else [1], ["state"])] * 2
 
 
+def test_a_pin_is_on_the_disk_of_each_host(tmp_path):
+    """Also of a step that is on one of them only, and which process 0 does not have."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), timeout_s=60) as manager:
+            for step in (1, 2):
+                manager.save(step, {"a": 1}).durable()
+            manager.wait_until_finished()
+            local = manager._tiers.local
+            if processes.index == 0:
+                shutil.rmtree(local.index.path(2))
+                shutil.rmtree(tmp_path / "run" / "2")
+            processes.barrier("it is gone", timeout_s=60)
+            for root in manager._roots:
+                root.index.forget(2)
+            manager.pin(1)
+            manager.pin(2)
+            with pytest.raises(CheckpointNotFound):
+                manager.pin(3)
+            pinned = [n for n in (1, 2) if local.has(n) and local.deletion.is_pinned(n)]
+            manager.unpin(1)
+            return pinned, local.deletion.is_pinned(1)
+
+    assert simulate(2, run) == [([1], False), ([1, 2], False)]
+
+
 def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
     """A process that has sent its part does not take the step for durable."""
     slow, full = Slow(names.RECORD, "/run/"), []
