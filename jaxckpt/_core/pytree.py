@@ -136,17 +136,15 @@ def flatten(tree: object) -> tuple[Flat, list[jax.Array | np.ndarray[Any, Any]]]
         ) from error
     paths = [key_path(keys) for keys, _ in pairs]
     all_facts, arrays, values, problems = [], [], [], []
-    for i, (_, value) in enumerate(pairs):
-        path = paths[i]
+    for i, (path, (_, value)) in enumerate(zip(paths, pairs, strict=True)):
         try:
             facts = _describe(value, path)
             if facts["kind"] != "empty" and "value" not in facts:
                 values.append(stored_value(facts["kind"], value))
                 arrays.append(i)
+            all_facts.append(facts)
         except (TypeError, ValueError) as error:
             problems.append(f"  {path_text(path) or '(the tree itself)'}: {error}")
-            continue
-        all_facts.append(facts)
     problems += name_problems(paths)
     if problems:
         raise UnsupportedLeaf(

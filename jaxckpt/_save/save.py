@@ -149,9 +149,7 @@ def prepare(
         attempt = next(_attempts.setdefault(processes, itertools.count()))
     name, meter = f"save/{attempt}", None
     try:
-        check_type(
-            "save", "path", path, str | os.PathLike, "a str or os.PathLike, as in save(path, tree)"
-        )
+        check_type("save", "path", path, str | os.PathLike, "a str or Path, as in save(path, tree)")
         storage, where = locate(path)
         _check_name(where, overwrite)
         if item not in (names.STATE_ITEM, None):

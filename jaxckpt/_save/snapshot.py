@@ -232,9 +232,13 @@ def take_tree(
         replicas: Takes the fingerprints of all replicas, if they are to be compared.
 
     Raises:
-        UnsupportedLeaf: leaves cannot be stored; the message names all of them.
+        UnsupportedLeaf: leaves cannot be stored; the message names the item and all of them.
     """
-    tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
+    where = f"item {name!r}: " if name else ""
+    try:
+        tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"{where}{error}") from error
     if replicas is not None:
         replicas.add(tree, values, name)
     changes = None if storage is None else changes_since(base, tree, values, storage)
@@ -248,6 +252,6 @@ def take_tree(
         one = error.differences[0]
         path = path_text(tree.array_paths[int(one.leaf)])
         raise UnsupportedLeaf(
-            f"leaf {path} cannot be saved as {one.wanted}: it is {one.saved}. Nothing was "
+            f"{where}leaf {path} cannot be saved as {one.wanted}: it is {one.saved}. Nothing was "
             "written. Choose a dtype that holds its values."
         ) from None

@@ -114,12 +114,8 @@ def plan_tree(
     """Returns the plan of a tree and the values of its arrays.
 
     Args:
-        dtype: If given, the dtype in which all floating-point arrays are saved.
-        zstd: If given, the level at which chunks are compressed.
+        dtype, zstd: As in `take_tree`.
         holds: As in `plan_save`.
-
-    Raises:
-        UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
     form, leaves = _form_of(value, processes, dtype, zstd, holds)

@@ -754,13 +754,18 @@ def test_a_step_that_failed_may_be_saved_again(tmp_path, processes):
         assert manager.all_steps() == [5]
 
 
+BIG = {"w": np.array([1e6])}  # no float16 holds it
+
+
 @as_processes
 def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
-    """The call raises, nothing is written, and the next save works."""
+    """The call raises and names the item, nothing is written, and the next save works."""
     with CheckpointManager(tmp_path) as manager:
         before = in_first(processes, lambda: listing(tmp_path))
         refused = [
-            (UnsupportedLeaf, "object", {"state": {"x": object()}}),
+            (UnsupportedLeaf, "^item 'state': .*\n  x: .*object", {"state": {"x": object()}}),
+            (UnsupportedLeaf, "^item 'b': .*\n  x: .*object", {"items": {"b": {"x": object()}}}),
+            (UnsupportedLeaf, "^item 'state': leaf w ", {"dtype": "float16", "state": BIG}),
             (UnsupportedLeaf, "set", {"items": {"data": Torch(values={1, 2})}}),
             (TypeError, "custom_metadata", {"custom_metadata": {"x": object()}}),
             (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
