@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from jaxckpt._convert.convert import convert
     from jaxckpt._convert.safetensors import export_safetensors, import_safetensors
     from jaxckpt._inspect.diff import diff
-    from jaxckpt._inspect.open import Checkpoint, open  # jaxckpt.open is its name
+    from jaxckpt._inspect.open import Checkpoint
+    from jaxckpt._inspect.open import open as open
     from jaxckpt._inspect.verify import verify
     from jaxckpt._restore.restore import restore
     from jaxckpt._run.config import LocalTier
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
 if sys.platform == "win32":
     raise ImportError("jaxckpt does not run on Windows itself: it needs POSIX files. Use WSL 2")
 
-# Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
+# The home of each public name. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
     "CheckpointManager": "_run.manager",
     "SavePolicy": "_run.schedule",
@@ -114,7 +115,7 @@ _HOME = {
 }
 _MODULES = ("errors", "types")
 
-__all__ = [
+__all__ = [  # without `open`, so that `from jaxckpt import *` does not hide the built-in one
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
@@ -138,7 +139,6 @@ __all__ = [
     "export_safetensors",
     "fork",
     "import_safetensors",
-    "open",
     "restore",
     "save",
     "save_async",
@@ -187,11 +187,11 @@ _HABITS = {
 def _unknown(name: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, [*__all__, *_MODULES], n=1)
+    near = difflib.get_close_matches(name, [*_HOME, *_MODULES], n=1)
     meant = _HABITS.get(name) or (near[0] if near else "")
     hint = f". Did you mean {meant}?" if meant else ""
     return f"module {__name__!r} has no attribute {name!r}{hint}"
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_MODULES, "__version__"]
+    return [*_HOME, *_MODULES, "__version__"]

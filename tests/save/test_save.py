@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import subprocess
@@ -390,16 +391,27 @@ def test_verify_needs_no_devices(tmp_path):
 
 
 def test_all_is_what_is_public():
-    """`__all__`, `dir` and what can be had agree; every public name has a docstring."""
-    assert sorted(jaxckpt.__all__) == sorted(set(jaxckpt.__all__))
-    assert set(dir(jaxckpt)) == {*jaxckpt.__all__, "__version__", "errors", "types"}
-    for name in jaxckpt.__all__:
+    """`__all__` and `open`, `dir` and what can be had agree; every public name has a docstring."""
+    public = {*jaxckpt.__all__, "open"}
+    assert len(jaxckpt.__all__) == len(public) - 1
+    assert set(dir(jaxckpt)) == {*public, "__version__", "errors", "types"}
+    for name in public:
         value = getattr(jaxckpt, name)
         assert value.__doc__
         assert value.__module__.startswith("jaxckpt")
-    assert set(jaxckpt._HOME) == set(jaxckpt.__all__)
+    assert set(jaxckpt._HOME) == public
     with pytest.raises(AttributeError, match="no attribute"):
         jaxckpt.nonsense  # noqa: B018  # the look-up is what is tested
+
+
+def test_a_star_import_hides_no_built_in():
+    """`open` stays Python's own; `jaxckpt.open` is there under its own name."""
+    names = {}
+    exec("from jaxckpt import *", names)
+
+    assert not {*names} & {*vars(builtins)} - {"__builtins__"}
+    assert names["restore"] is jaxckpt.restore
+    assert jaxckpt.open is not open
 
 
 def test_every_error_of_the_package_is_public_and_a_built_in_too():
