@@ -99,7 +99,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: RESTORE("run/40"),
         ("run/40: no such file", "contains 10, 20, 30"),
     ),
-    "a file that is none": (lambda s: RESTORE("file"), ("file is damaged or not a checkpoint",)),
+    "a file that is none": (
+        lambda s: RESTORE("file"),
+        ("file is no checkpoint", "Flax msgpack file"),
+    ),
     "an empty directory": (lambda s: RESTORE("empty"), ("empty is not a checkpoint", "or a run")),
     "saved twice": (lambda s: SAVE("one", s), ("one already exists", "overwrite")),
     "arguments swapped": (lambda s: SAVE(s, "x"), ("save: path must be", "save(path, tree)", "{")),

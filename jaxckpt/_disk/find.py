@@ -39,7 +39,6 @@ from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
-    UnsupportedFormat,
     is_io_failure,
 )
 from jaxckpt.format import jsontext, names, safetensors, step
@@ -225,8 +224,6 @@ def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     if kind == "file" and linked.endswith(safetensors.SUFFIXES):
         # Not the target of the link: its name may not show the format.
         return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
-    if kind == "file" and path.endswith((".npz", ".pt", ".pkl")):
-        raise UnsupportedFormat(f"{path} is no checkpoint, safetensors file or Flax msgpack file")
     if kind == "file":
         return Found(storage=storage, path=path, items={"": path}, is_file=True)
     if kind is None:

@@ -22,7 +22,7 @@ from jaxckpt._disk.native import (
     special_file,
     with_texts,
 )
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Tree, bad_leaf
@@ -63,6 +63,8 @@ def read_item(found: Found, name: str) -> Item:
 def read_flax(found: Found, name: str) -> Item:
     """Reads a file of `flax.training.checkpoints`; arrays of multi-host jobs lie beside it."""
     file = found.items[name]
+    if names.flax_step(posixpath.basename(file)) is None:  # else it is damaged, whatever it holds
+        _check_head(found, file)
     raw = msgpack.decode(found.storage.read(file, max_bytes=_MAX_BYTES), file=file)
     saved = Tree(
         leaves=tuple(_leaves_of(raw, (), ())), zarr_version=2, uses_ocdbt=False, fill_missing=True
@@ -72,6 +74,13 @@ def read_flax(found: Found, name: str) -> Item:
         _refuse_link(leaf, found, folder, arrays_of)
     beside = replace(found, items={name: f"{file}_gda"})
     return _complete(make_item(beside, name, saved, database=False, ours=False))
+
+
+def _check_head(found: Found, file: str) -> None:
+    head = np.zeros(min(8, found.storage.size(file)), np.uint8)
+    found.storage.read_into(file, 0, [head])
+    if not msgpack.is_like_tree(head.tobytes()):
+        raise CheckpointNotFound(f"{file} is no checkpoint, safetensors file or Flax msgpack file")
 
 
 def _is_array_item(found: Found, name: str) -> bool:

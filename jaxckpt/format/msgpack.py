@@ -17,6 +17,7 @@ length, and no name in them is ever looked up in a module.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -38,6 +39,10 @@ _EXT_SCALAR: Final = 3
 _EXT_TUPLE: Final = 4
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
+# A dict that is empty or whose first key is text, or an array.
+_HEAD: Final = re.compile(
+    rb"(?s)([\x80-\x8f]|\xde..|\xdf....)([\xa0-\xbf\xd9-\xdb]|$)|[\xc7-\xc9\xd4-\xd8]"
+)
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
 _FLAX_PLACEHOLDER: Final = "//GDAPlaceholder:"
 
@@ -103,6 +108,11 @@ def decode(data: bytes, *, file: str | None = None) -> Tree:
     if problem := lfs_problem(data):
         raise CorruptCheckpoint(f"{file} {problem}", file=file)
     return _Decoder(file).tree(data)
+
+
+def is_like_tree(head: bytes) -> bool:
+    """Returns whether a file of Flax, or a pointer of Git LFS to one, may begin with 8 bytes."""
+    return bool(_HEAD.match(head) or lfs_problem(head))
 
 
 class _Decoder:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.format.msgpack import FlaxArrayPlaceholder, Placeholder, decode
+from jaxckpt.format.msgpack import FlaxArrayPlaceholder, Placeholder, decode, is_like_tree
 from tests.golden.fixture import Golden, golden_names
 
 msgpack = pytest.importorskip("msgpack")
@@ -125,8 +125,10 @@ def test_reads_a_train_state_of_flax() -> None:
         "z": 1 + 2j,
     }
 
-    got = decode(serialization.msgpack_serialize(tree))
+    data = serialization.msgpack_serialize(tree)
+    got = decode(data)
 
+    assert is_like_tree(data[:8])
     assert same(got, {**tree, "params": {"w": np.asarray(tree["params"]["w"])}})
 
 
@@ -329,6 +331,30 @@ HOSTILE: dict[str, bytes] = {
     "placeholder with a NUL": packed("PLACEHOLDER://a\0b"),
     "flax placeholder leads out": packed("//GDAPlaceholder:a/../../b"),
 }
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_a_dict_with_names_looks_like_a_tree(count: int) -> None:
+    """However many it has: msgpack writes the number in one, three or five bytes."""
+    assert is_like_tree(packed({f"{i}" * 40: i for i in range(count)})[:8])
+    assert is_like_tree(packed(ints(1, 2))[:8])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"hello",
+        b"\x89PNG\r\n\x1a\n",
+        b"\x89HDF\r\n\x1a\n",
+        b"\x80\x04\x95",
+        b"PK\x03\x04",
+        b"\x1f\x8b",
+    ],
+)
+def test_other_files_do_not_look_like_a_tree(head: bytes) -> None:
+    """Nothing, text, PNG, HDF5, a pickle, zip (npz, torch) and gzip."""
+    assert not is_like_tree(head)
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
