@@ -108,15 +108,17 @@ class OnSteps(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         joined: list[str] = []
-        run = ""
+        run, last = "", -1  # of the step before; the index of the latest path
         valued = {o for p in self.params if not getattr(p, "is_flag", True) for o in p.opts}
         for arg in args:
-            if arg.isdecimal() and joined and joined[-1] not in valued:
+            is_path = not (arg.startswith("-") or (joined and joined[-1] in valued))
+            if is_path and arg.isdecimal() and last >= 0:
                 maybe = self._globs or ctx.resilient_parsing  # perhaps not meant as a step
-                if (step := _step(joined[-1], int(arg), maybe=maybe)) is not None:
-                    run, arg = joined.pop(), step
+                if (step := _step(joined[last], int(arg), maybe=maybe)) is not None:
+                    run, arg = joined.pop(last), step
                 elif self.pair and run:
                     run, arg = "", _step(run, int(arg), maybe=maybe) or arg
+            last = len(joined) if is_path else last
             joined.append(arg)
         return super().parse_args(ctx, joined)
 

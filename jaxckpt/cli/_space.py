@@ -13,7 +13,8 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
-from jaxckpt._run.overview import FIRST, overview
+from jaxckpt._run.overview import FIRST, overview, step_overview
+from jaxckpt.cli._owned import existing_run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
@@ -57,7 +58,7 @@ def space(path: str) -> Space:
     """Adds up the files below a run's root or a checkpoint.
 
     Raises:
-        CheckpointNotFound: no such file or directory.
+        CheckpointNotFound: no such file or directory, or nothing of a run or checkpoint in it.
     """
     storage, where = locate(path)
     where = real(storage, where)
@@ -91,9 +92,12 @@ def space(path: str) -> Space:
 
 
 def _found(storage: Storage, where: str) -> Found | None:
+    """Returns a checkpoint; None for an incomplete step, and for a run without steps."""
     try:
         return find(storage, where)
     except CheckpointNotFound:
+        if step_overview(path := PathIn(storage, where)) is None:
+            existing_run(path)  # else an error describes the path
         return None
 
 

@@ -350,13 +350,17 @@ def test_du_counts_hard_links_once(root):
 
 
 def test_du_of_one_checkpoint(root):
-    """The checkpoint may be a step or not."""
+    """The checkpoint may be a step, an incomplete one too, or not."""
     jaxckpt.save(root.parent / "weights", {"w": np.ones(100)})
 
+    (root / "300" / "commit_success.txt").unlink()  # which leaves it incomplete
+
     _, step = said_json("du", root / "100")
+    _, torn = said_json("du", root / "300")
     _, weights = said_json("du", root.parent / "weights")
 
     assert step["size_bytes"] == bytes_of(root / "100")
+    assert torn["size_bytes"] == bytes_of(root / "300")
     assert weights["branches"] == {"state/w": 800}
     assert (weights["other_bytes"], weights["steps"][0]["step"]) == (0, None)
 
@@ -561,7 +565,15 @@ def test_a_step_may_be_a_path_or_a_number_after_its_run(root):
             ["diff", root, 100, "--rtol", 1, 200, "--atol", 100],
         ),
         (["convert", root / "100", new / "a"], ["cp", root, 100, new / "a", "--overwrite", "-y"]),
+        (
+            ["convert", root / "100", new / "a", "--overwrite", "-y"],
+            ["convert", root, "--dtype", "float32", 100, "--overwrite", new / "a", "-y"],
+        ),
         (["fork", root / "100", new / "b"], ["fork", root, 100, new / "b"]),
+        (
+            ["plan", root / "100", "--hosts=2", "--devices-per-host=1", "--mesh=x=2"],
+            ["plan", root, "--hosts", 2, 100, "--devices-per-host", 1, "--mesh", "x=2"],
+        ),
         (["pin", root / "100"], ["pin", root, 100]),
         (["rm", root / "100", "-n"], ["rm", root, 100, "-n"]),
     ]
@@ -609,6 +621,8 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("ls weights", ["{cwd}/weights is a checkpoint, not a run"]),
         ("ls empty", ["{cwd}/empty is not a run: it has no steps. It contains nothing"]),
         ("scrub empty", ["{cwd}/empty is not a run: it has no steps"]),
+        ("du notes", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
+        ("du empty", ["{cwd}/empty is not a run: it has no steps. It contains nothing"]),
         ("report notes", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
         ("report run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
         ("show run/300 prams", ["error: 'prams' matches no leaf. Did you mean 'params'?"]),
@@ -1054,7 +1068,7 @@ def test_a_shell_completes_the_line(root, words, wanted):
     assert done.stderr == ""
 
 
-WITHOUT_STEPS = {"report", "plan", "scrub", "doctor", "import", "heal", "gc", "migrate"}
+WITHOUT_STEPS = {"report", "scrub", "doctor", "import", "heal", "gc", "migrate"}
 
 
 def test_the_steps_of_every_command_complete(root):

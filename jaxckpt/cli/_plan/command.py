@@ -51,8 +51,8 @@ def _rates(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
-@click.argument("target", metavar="PATH|MODULE:FACTORY")
+@click.command(cls=_options.OnSteps)
+@click.argument("target", type=_options.PATH, metavar="PATH|MODULE:FACTORY")
 @click.option("--hosts", type=click.IntRange(1), required=True, help="Each runs one process.")
 @click.option("--devices-per-host", type=click.IntRange(1), required=True, metavar="N")
 @click.option("--mesh", type=_Axes(), required=True, help="Over all devices, such as dp=16,tp=4.")
