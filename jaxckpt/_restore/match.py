@@ -29,7 +29,10 @@ _CHOICES: Final = {
     "missing": ("error", "keep"),
     "extra": ("error", "ignore"),
     "read_once": (True, False, "auto"),
+    "as_numpy": (True, False),
+    "resize": (True, False),
 }
+_NEEDS_LIKE: Final = {"missing": "error", "extra": "error", "resize": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +62,22 @@ class RestoreRequest:
         if self.dtype is not None:
             check_dtype("restore", self.dtype)
         check_type("restore", "mesh", self.mesh, jax.sharding.Mesh | None, "a jax.sharding.Mesh")
+        if self.as_numpy and (self.mesh, self.shardings) != (None, None):
+            raise ValueError("mesh and shardings have no effect with as_numpy=True: leave them out")
         patterns = "a dict of regular expressions"
         check_type("restore", "rename", self.rename, Mapping | None, patterns)
         check_type("restore", "report", self.report, Callable | None, "a function")
         check_type("restore", "on_progress", self.on_progress, Callable | None, "a function")
         check_type("restore", "budget_bytes", self.budget_bytes, Real, "a number")
-        if not self.budget_bytes < float("inf"):
-            raise ValueError(f"budget_bytes must be finite, got {self.budget_bytes}")
+        if not 0 < self.budget_bytes < float("inf"):
+            raise ValueError(f"budget_bytes must be positive and finite, got {self.budget_bytes}")
         check_type("restore", "timeout_s", self.timeout_s, Real, "a number")
+
+    def check_as_saved(self) -> None:
+        """Raises ValueError for an option that has no effect without `like`."""
+        for name, default in _NEEDS_LIKE.items():
+            if (found := getattr(self, name)) != default:
+                raise ValueError(f"{name}={found!r} has no effect without `like`: leave it out")
 
     @property
     def keeps_values(self) -> bool:
@@ -143,33 +154,30 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
 
 def _want(value: object) -> Wanted:
     """Returns what a leaf asks for, but not its path."""
-    path = ()
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
         free = isinstance(value, jax.Array) and not getattr(value, "committed", True)
         where = {"sharding": None if free else sharding, "uncommitted": free}
         if is_key_dtype(value.dtype):
             impl = str(value.dtype._impl.name)  # pyright: ignore  # no public way from a dtype
-            return Wanted(path=path, kind="key", shape=value.shape, key_impl=impl, **where)
+            return Wanted(path=(), kind="key", shape=value.shape, key_impl=impl, **where)
         dtype = np.dtype(value.dtype)
         layout: Any = getattr(value.format, "layout", None)  # pyright: ignore
         # Row-major without tiles is the default where arrays are not tiled, and costs nothing.
         rows = tuple(range(value.ndim))
         if not isinstance(layout, Layout) or (layout.tiling, layout.major_to_minor) == ((), rows):
             layout = None
-        return Wanted(
-            path=path, kind="array", dtype=dtype, shape=value.shape, layout=layout, **where
-        )
+        return Wanted(path=(), kind="array", dtype=dtype, shape=value.shape, layout=layout, **where)
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (str, bytes)):
         kind = "numpy" if isinstance(value, np.ndarray) else "generic"
-        return Wanted(path=path, kind=kind, dtype=value.dtype, shape=value.shape)
+        return Wanted(path=(), kind=kind, dtype=value.dtype, shape=value.shape)
     if value is ...:
-        return Wanted(path=path, kind="ellipsis")
+        return Wanted(path=(), kind="ellipsis")
     for scalar in SCALARS:
         if isinstance(value, scalar):
-            return Wanted(path=path, kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
+            return Wanted(path=(), kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
-        return Wanted(path=path, kind="empty")
+        return Wanted(path=(), kind="empty")
     raise TypeError(
         f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {type(value).__qualname__}"
     )
@@ -204,6 +212,7 @@ def match(
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     leaves, from_like, lost, differences = [], {}, [], []
     if wanted is None:
+        request.check_as_saved()
         leaves = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()]
         by_path = {}
     for want in wanted or ():
@@ -228,9 +237,9 @@ def match(
         differences += [_difference(None, leaf) for leaf in left]
     if differences:
         is_apart = selected is not None and not any(selected(want.path) for want in wanted or ())
-        raise TreeMismatch(
-            mismatch.text(differences, where, only=request.only if is_apart else None), differences
-        )
+        only = request.only if is_apart else None
+        problem = mismatch.text(differences, where, only, request.resize)
+        raise TreeMismatch(problem, differences)
     valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
     if valueless:
         raise TypeError(

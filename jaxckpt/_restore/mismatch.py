@@ -19,10 +19,11 @@ _Rule = tuple[str, str, str]
 _MOST_LINES: Final = 200
 _SCALARS: Final = ("int", "float", "bool", "str")
 _MOST_RULES: Final = 20
+_NO_NUMBERS: Final = {"empty", "str", "bytes"}
 _WIDEST: Final = 60  # of a column; a longer name moves only its own line
 
 
-def text(differences: Sequence[Difference], where: str, *, only: Globs = None) -> str:
+def text(differences: Sequence[Difference], where: str, only: Globs, resize: bool) -> str:
     """Returns the message of a `TreeMismatch`; `only` is given if it selects nothing wanted."""
     do = "does" if len(differences) == 1 else "do"
     lines = [f"{counted(len(differences), 'leaf')} of the target {do} not fit {where}"]
@@ -36,13 +37,15 @@ def text(differences: Sequence[Difference], where: str, *, only: Globs = None) -
         lines.append(_of(part) if part else rename)
     if any(d.leaf == "" and d.wanted in _SCALARS for d in differences):
         lines.append("`like` is a single value. A step of a run: restore('run', step=20).")
-    lines.append(f"Change the target, or restore around them: {', '.join(_ways(differences))}.")
+    ways = ", ".join(_ways(differences, resize))
+    lines.append(f"Change the target, or restore around them: {ways}.")
     return "\n".join(lines)
 
 
-def _ways(differences: Sequence[Difference]) -> list[str]:
+def _ways(differences: Sequence[Difference], resize: bool) -> list[str]:
     """Returns the arguments of a restore by which some of the leaves could be restored."""
     misfits = [(d.wanted, d.saved) for d in differences if d.wanted and d.saved]
+    wanted, saved = zip(*misfits, strict=True) if misfits else ((), ())
     parts = [[text.partition("[")[::2] for text in pair] for pair in misfits]
     is_lost = any(d.wanted and not d.saved for d in differences)
     is_left = any(d.saved and not d.wanted for d in differences)
@@ -50,10 +53,12 @@ def _ways(differences: Sequence[Difference]) -> list[str]:
         "skip=[...]": misfits,
         "rename={...}": is_lost and is_left,
         "missing='keep' for leaves that were not saved": is_lost,
-        "extra='ignore' for leaves that are not wanted": is_left,
-        "resize=True for arrays of other sizes": any(a[1] != b[1] for a, b in parts),
+        "extra='ignore' for leaves that are not wanted": is_left or "empty" in wanted,
+        "None in the target for what was saved as None or empty": "empty" in saved,
+        "resize=True for arrays of other sizes": not resize
+        and any(a[1] != b[1] and a[1] and b[1] for a, b in parts),
         "dtype=... for a cast from float to int, int to bool or signed to unsigned": any(
-            a[0] != b[0] for a, b in parts
+            a[0] != b[0] and _NO_NUMBERS.isdisjoint((a[0], b[0])) for a, b in parts
         ),
     }
     return [text for text, applies in ways.items() if applies]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import shutil
 import tempfile
 import threading
 import tracemalloc
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -843,6 +845,51 @@ def test_an_array_of_another_size_is_cut_off_or_padded(tmp_path, mesh, shape, sp
     assert (got["a"].sharding, got["a"].shape) == (like["a"].sharding, shape)
     assert np.array_equal(got["n"], fitted(values, shape))
     assert reports[0].resized == (() if shape == values.shape else ("a", "n"))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"missing": "keep"}, "missing='keep' has no effect without `like`: leave it out"),
+        ({"extra": "ignore"}, "extra='ignore' has no effect without `like`"),
+        ({"resize": True}, "resize=True has no effect without `like`"),
+        (
+            {"as_numpy": True, "mesh": Mesh(jax.devices()[:1], "x")},
+            "mesh and shardings have no effect with as_numpy=True",
+        ),
+        ({"as_numpy": True, "shardings": P()}, "mesh and shardings have no effect with as_numpy"),
+        ({"as_numpy": "yes"}, "as_numpy must be True or False, got 'yes'"),
+        ({"resize": 2}, "resize must be True or False, got 2"),
+        ({"budget_bytes": 0}, "budget_bytes must be positive and finite, got 0"),
+        ({"budget_bytes": -1.5}, "budget_bytes must be positive and finite, got -1.5"),
+    ],
+)
+def test_an_option_without_effect_is_refused(tmp_path, options, problem):
+    """By a manager and by a part of an open checkpoint too."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.ones(3)}).result()
+        ways = [partial(jaxckpt.restore, tmp_path), jaxckpt.open(tmp_path).restore, manager.restore]
+        for restore in ways:
+            with pytest.raises(ValueError, match=re.escape(problem)):
+                restore(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "ways"),
+    [
+        ({"w": np.ones(3)}, "skip=[...]."),
+        ({"w": np.ones((2, 4), int)}, "skip=[...], dtype=... for a cast"),
+        ({"n": np.ones(3)}, "skip=[...], None in the target for what was saved as None or empty."),
+        ({"w": None}, "skip=[...], extra='ignore' for leaves that are not wanted."),
+    ],
+)
+def test_a_misfit_is_answered_with_what_helps(tmp_path, change, ways):
+    """No `resize` that was passed, and no cast of None."""
+    jaxckpt.save(tmp_path / "x", {"w": np.ones((2, 3)), "n": None})
+    like = {"w": np.ones((2, 3)), "n": None} | change
+
+    with pytest.raises(TreeMismatch, match=re.escape(f"restore around them: {ways}")):
+        jaxckpt.restore(tmp_path / "x", like, resize=True)
 
 
 def test_sizes_change_only_on_request(tmp_path):
