@@ -104,6 +104,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("file is no checkpoint", "Flax msgpack file"),
     ),
     "an empty directory": (lambda s: RESTORE("empty"), ("empty is not a checkpoint", "or a run")),
+    "saved into the root": (lambda s: SAVE("/", s), ("/ is no path for", "such as /first")),
+    "a text as step of a fork": (
+        lambda s: FORK("run", "new", step="7"),
+        ("fork: step must be an",),
+    ),
     "saved twice": (lambda s: SAVE("one", s), ("one already exists", "overwrite")),
     "arguments swapped": (lambda s: SAVE(s, "x"), ("save: path must be", "save(path, tree)", "{")),
     "a function as leaf": (lambda s: SAVE("f", {"a": len}), ("a: is a", "Leave them out")),

@@ -29,15 +29,19 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
 def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, where: str) -> None:
     """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `where`."""
     for option, globs in (("only", only), ("skip", None if skip in ([], ()) else skip)):
-        for glob in globs if isinstance(globs, Iterable) else [globs]:
-            wanted = "a glob over leaf paths, or a list of them"
-            check_type(where, option, glob, str | None, wanted)
+        check_kind(where, option, globs)
         if globs is not None and not any(_is_any(globs, path) for path in paths):
             shown = globs[0] if not isinstance(globs, str) and len(globs) == 1 else globs
             near = _nearest([shown] if isinstance(shown, str) else shown, paths)
             raise ValueError(
                 f"{option} {shown!r} matches no leaf.{near} {some_paths(paths, where)}"
             )
+
+
+def check_kind(who: str, name: str, globs: object) -> None:
+    """Checks that a value is a glob, a list of globs, or None."""
+    for glob in globs if isinstance(globs, Iterable) else [globs]:
+        check_type(who, name, glob, str | None, "a glob over leaf paths, or a list of them")
 
 
 def some_paths(paths: Sequence[Path], where: str) -> str:

@@ -68,8 +68,7 @@ class LocalTier:
         check_type(_LOCAL, "save", self.save, SavePolicy | None, _KINDS["save"][1])
         check_type(_LOCAL, "keep", self.keep, *_KINDS["keep"])
         check_positive(_LOCAL, durable_timeout_s=self.durable_timeout_s)
-        if isinstance(self.peers, str):
-            raise TypeError(f"{_LOCAL}: peers must be a list of URLs, got one text")
+        check_type(_LOCAL, "peers", self.peers, list | tuple, "a list of URLs")
         for url in self.peers:
             check_peer(url)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Final, Literal
 
 from jaxckpt._core.check import (
@@ -26,7 +27,7 @@ from jaxckpt._core.check import (
     check_type,
     explained,
 )
-from jaxckpt._core.select import Globs
+from jaxckpt._core.select import Globs, check_kind
 from jaxckpt.types import Decision
 
 FIRST_GUESS: Final = 8
@@ -91,11 +92,12 @@ class SavePolicy:
         check_type(_SAVE, "at_steps", self.at_steps, Iterable | None, "a list of steps")
         if self.at_steps is not None:
             steps = tuple(self.at_steps)
-            if not all(type(step) is int and step >= 0 for step in steps):
+            if not all(isinstance(n, Integral) and type(n) is not bool and n >= 0 for n in steps):
                 raise ValueError(f"{_SAVE}: at_steps must be ints of 0 or more, got {steps}")
-            object.__setattr__(self, "at_steps", steps)
+            object.__setattr__(self, "at_steps", tuple(map(int, steps)))
         check_type(_SAVE, "when", self.when, Callable | None, "a function")
         check_count(_SAVE, least=0, check_replicas=self.check_replicas)
+        check_kind(_SAVE, "may_differ", self.may_differ)
 
     @classmethod
     def auto(
@@ -120,7 +122,9 @@ class SavePolicy:
             >>> round(SavePolicy.auto(mtbf_hours=1_000, processes=500).job_mtbf_s / 60)
             120
         """
-        if mtbf_hours is None and processes is None:
+        if mtbf_hours is None and processes is not None:
+            raise ValueError(f"{_SAVE}.auto: processes={processes} needs mtbf_hours=, that of one")
+        if mtbf_hours is None:
             return cls(job_mtbf_s=LEARNED, **rules)
         return cls(
             job_mtbf_s=job_mtbf_s(mtbf_hours, 1 if processes is None else processes), **rules
@@ -151,12 +155,11 @@ class SavePolicy:
         return None
 
 
-def job_mtbf_s(mtbf_hours: float | None, processes: int) -> float:
+def job_mtbf_s(mtbf_hours: float, processes: int) -> float:
     """Returns the MTBF of a job, in seconds, from that of a process; see `SavePolicy.auto`."""
     for name, value, kind in (("mtbf_hours", mtbf_hours, float), ("processes", processes, int)):
         if isinstance(value, bool) or not isinstance(value, (kind, int)):
             raise TypeError(f"{name} must be a number, got {value!r}")
-    assert mtbf_hours is not None  # it is a number
     if not 0 < mtbf_hours < math.inf or processes < 1:
         raise ValueError("mtbf_hours must be positive and finite, and processes at least 1")
     each = min(1.0, 1 / (mtbf_hours * 3600))

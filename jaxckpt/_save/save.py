@@ -189,7 +189,9 @@ def prepare(
 def _check_name(where: str, overwrite: Overwrite) -> None:
     if overwrite not in (False, True, "delete_first"):
         raise ValueError(f'overwrite must be a bool or "delete_first", got {overwrite!r}')
-    if names.is_reserved(posixpath.basename(where)):
+    if not (name := posixpath.basename(where)):
+        raise ValueError(f"{where} is no path for a checkpoint: add a name, such as {where}first")
+    if names.is_reserved(name):
         raise ValueError(f"{where}: this name is reserved for unfinished saves; choose another")
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _steps = click.argument(
     "steps",
     nargs=-1,
-    type=click.IntRange(min=0),
+    type=_options.STEP,
     metavar="[STEP]...",
     shell_complete=_options.complete_steps,
 )
@@ -320,8 +320,8 @@ def gc(
 
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
-    if mode == "max" and best is None:
-        raise click.UsageError("--mode needs --best and --metric: it says which metric is best.")
+    if best is None and (metric, mode) != (None, "min"):
+        raise click.UsageError("--metric and --mode need --best, the number of steps to keep.")
     policy = KeepPolicy(
         last=last,
         every_steps=every_steps,

@@ -126,7 +126,7 @@ def import_(
 @click.command(cls=_options.OnSteps)
 @click.argument("src", type=_options.PATH)
 @click.argument("root", type=_options.PATH)
-@click.option("--step", type=click.IntRange(min=0), help="The new step (default: unchanged).")
+@click.option("--step", type=_options.STEP, help="The new step (default: unchanged).")
 @_options.as_json
 def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
     """Start a run at ROOT from a step of another run.
@@ -144,7 +144,7 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
 @click.option(
     "--step",
     "steps",
-    type=click.IntRange(min=0),
+    type=_options.STEP,
     multiple=True,
     help="Only this step. Repeatable.",
     shell_complete=_options.complete_steps,

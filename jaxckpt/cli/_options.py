@@ -75,6 +75,8 @@ class _Quantity(click.ParamType):
 
 SIZE: Final = _Quantity("size", size_of)
 AGE: Final = _Quantity("age", seconds_of)
+STEP: Final = click.IntRange(min=0)
+STEP.name = "number of a step"  # for errors
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")

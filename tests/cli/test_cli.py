@@ -645,6 +645,8 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("fork weights x", ["{cwd}/weights is not named like a step; pass a number: --step 0"]),
         ("fork run file", ["{cwd}/file: Not a directory"]),
         ("pin run", ["Name the steps, as in `run 1000`; {cwd}/run has 100, 200, 300"]),
+        ("pin run abc", ["'abc' is not a valid number of a step."]),
+        ("fork run x --step y", ["'y' is not a valid number of a step."]),
         ("rm weights", ["Name the steps", "{cwd}/weights is not a run, nor a step of one"]),
         ("unpin run/9", ["{cwd}/run has no committed step 9. It has 100, 200, 300"]),
         ("gc run --best 1", ["--best needs --metric"]),

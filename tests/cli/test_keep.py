@@ -340,6 +340,7 @@ def test_gc_with_nothing_to_delete_asks_nothing(root):
     [
         [],
         ["--metric", "loss"],
+        ["--last", "1", "--metric", "loss"],
         ["--best", "1"],
         ["--last", "0"],
         ["--newer-than", "soon"],

@@ -133,7 +133,7 @@ def test_a_chunk_of_another_save_is_found(swapped, leaf, way):
 
 def test_what_is_the_same_is_no_problem(swapped):
     """The leaves that are alike in both saves restore."""
-    got = jaxckpt.restore(swapped, only="more*", extra="ignore", as_numpy=True)
+    got = jaxckpt.restore(swapped, only="more*", as_numpy=True)
 
     assert len(got) == 200
 

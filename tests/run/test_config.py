@@ -179,7 +179,7 @@ def test_a_config_without_a_directory_is_an_error(make):
         ({"save": "always"}, TypeError, "save must be a dict"),
         ({"save": [1]}, TypeError, "save must be a dict"),
         ({"save": {"auto": 100}}, TypeError, "save.auto must be a dict, got 100"),
-        ({"save": {"auto": {"processes": 2}}}, TypeError, "mtbf_hours"),
+        ({"save": {"auto": {"processes": 2}}}, ValueError, "mtbf_hours"),
         ({"save": {"auto": {"mtbf_hours": -1}}}, ValueError, "mtbf_hours"),
         ({"save": {"auto": {"mtbf_hours": "9"}}}, TypeError, "mtbf_hours"),
         ({"save": {"auto": {"mtbf_hours": 1}, "job_mtbf_s": 1}}, TypeError, "job_mtbf_s"),

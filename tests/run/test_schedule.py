@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -407,12 +408,24 @@ def test_saves_by_the_step_do_not_bring_more_by_the_clock():
         ("on_preemption", "yes", TypeError),
         ("continuous", 0, TypeError),
         ("when", 5, TypeError),
+        ("may_differ", 3, TypeError),
+        ("may_differ", ["params", 3], TypeError),
     ],
 )
 def test_a_wrong_field_is_named(name, value, error):
     """At once, when the policy is made."""
     with pytest.raises(error, match=rf"SavePolicy: {name}"):
         SavePolicy(**{name: value})
+
+
+def test_steps_may_be_numbers_of_numpy():
+    """They become ints, so that policies compare."""
+    wanted = SavePolicy(at_steps=(0, 20, 30))
+
+    assert SavePolicy(at_steps=np.array([0, 20, 30])) == wanted
+    assert SavePolicy(at_steps=[np.int32(0), np.uint8(20), 30]) == wanted
+    with pytest.raises(ValueError, match="at_steps must be ints of 0 or more"):
+        SavePolicy(at_steps=np.array([0.5]))
 
 
 @pytest.mark.parametrize(
@@ -432,3 +445,5 @@ def test_a_wrong_argument_of_auto_is_named(name, value, error):
     """As the fields are."""
     with pytest.raises(error, match=name):
         SavePolicy.auto(**{"mtbf_hours": 10, name: value})
+    with pytest.raises(ValueError, match="processes=5 needs mtbf_hours="):
+        SavePolicy.auto(processes=5)
