@@ -238,10 +238,8 @@ def match(
     if differences:
         is_apart = selected is not None and not any(selected(want.path) for want in wanted or ())
         only = request.only if is_apart else None
-        problem = mismatch.text(differences, where, only, request.resize)
-        raise TreeMismatch(problem, differences)
-    valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
-    if valueless:
+        raise TreeMismatch(mismatch.text(differences, where, only, request.resize), differences)
+    if valueless := [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]:
         raise TypeError(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
             f"{where} does not have: {', '.join(map(path_text, valueless[:50]))}"

@@ -270,7 +270,7 @@ def _load_tensors(path: PathLike, target: Any) -> dict[str, Any]:
         here = {".".join(names): names for names in _trees.by_name(file.abstract())}
         wanted = here.keys() if target is None else here.keys() & target.keys()
         like = None if target is None else _trees.nested({here[n]: target[n] for n in wanted})
-        tree = file.restore(like, extra="ignore", as_numpy=numpy)
+        tree = file.restore(like, extra="error" if numpy else "ignore", as_numpy=numpy)
         found |= {".".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
     if missing := (target or {}).keys() - found.keys():
         raise KeyError(f"{path} has no tensors {sorted(missing)}")
