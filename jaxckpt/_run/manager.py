@@ -422,6 +422,8 @@ class CheckpointManager:
         for root in self._roots:
             if not root.owner.is_guest or self.restored_step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, self.restored_step)
+        position = self._saver.position
+        position.later = range(self.restored_step + 1, (position.floor or 0) + 1)
         reading.set_objects(state)
         self._saver.comparisons.ask()
         if isinstance(reading, StateReading):

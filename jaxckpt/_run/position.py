@@ -27,6 +27,7 @@ class Position:
     floor: int | None = field(init=False)  # the newest step known to be committed
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this one has taken over
+    later: range = range(0)  # after the step restored, and not reported yet
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
@@ -46,15 +47,25 @@ class Position:
         if step < self._of_other:
             return f"the job before has saved step {self._of_other}"
 
-        def is_in(root: Root) -> bool:
-            # Not from memory: it may have been deleted.
-            return root.counts(step, self.floor) and root.has(step)
-
         def is_there() -> bool:
-            return step in saving() or is_in_any(self.roots, is_in)
+            return step in saving() or is_in_any(  # not from memory: it may have been deleted
+                self.roots, lambda root: root.counts(step, self.floor) and root.has(step)
+            )
 
         found = self._lead("there", is_there)
+        if found and step in self.later:
+            self._report_kept(step)
         return f"step {step} is there already or being saved" if found else ""
+
+    def _report_kept(self, step: int) -> None:
+        """Reports once for each restore that a step from before it stays."""
+        restored, self.later = self.later.start - 1, range(0)
+        if self.processes.index == 0:
+            self.roots[-1].index.report(
+                f"{self.roots[-1].index.root} has step {step} from before step {restored} was "
+                "restored. It stays, and the new state is not saved. To save it, delete the later "
+                "steps first (manager.delete), or start a new run from the older one (jaxckpt.fork)"
+            )
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.

@@ -830,6 +830,30 @@ def test_a_step_that_exists_stays_as_it_is(tmp_path, state, processes):
 
 
 @as_processes
+def test_a_step_after_the_one_restored_by_hand_stays_with_a_warning(tmp_path, state, processes):
+    """Once for each restore; none for a step saved since, nor for the newest."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        manager.restore()
+        assert [manager.save(step, state(7)) for step in (2, 3)] == [None, None]
+        assert not manager.problems
+
+        manager.restore(step=1)
+        assert [manager.save(step, state(7)) for step in (2, 3)] == [None, None]
+        told = [*manager.problems]
+        manager.save(4, state(4)).result()
+        assert manager.save(4, state(4)) is None
+
+        assert manager.problems == told
+        assert len(told) == (processes.index == 0)
+        assert all("has step 2 from before step 1 was restored" in text for text in told)
+        assert all("manager.delete" in text and "jaxckpt.fork" in text for text in told)
+        assert same(manager.restore(step=2), state(2))
+
+
+@as_processes
 def test_a_restart_may_save_the_step_that_it_restored(tmp_path, state, processes):
     """As a loop does that saves before it trains; the saves after it go on."""
     for saved in ([0, 1], [2, 3], [4]):
