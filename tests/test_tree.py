@@ -276,6 +276,19 @@ def test_an_int_that_python_could_not_read_back_is_refused(new_path):
         jaxckpt.save(new_path(), {"a": 10**5000})
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_a_key_that_json_lacks_comes_back_as_its_text(tmp_path):
+    """Bytes and enums, which a target restores."""
+    tree = {"bytes": {b"a": 1}, "enum": {Color.RED: 2}}
+    jaxckpt.save(tmp_path / "x", tree)
+
+    assert jaxckpt.restore(tmp_path / "x") == {"bytes": {"b'a'": 1}, "enum": {"Color.RED": 2}}
+    assert jaxckpt.restore(tmp_path / "x", tree) == tree
+
+
 class Level(enum.IntEnum):
     LOW = 3
 
