@@ -11,11 +11,17 @@ from dataclasses import dataclass
 
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.item import open_item
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
 from jaxckpt._run.overview import FIRST, overview, step_overview
 from jaxckpt.cli._owned import existing_run
-from jaxckpt.errors import CheckpointError, CheckpointNotFound
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedFormat,
+)
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
 
@@ -94,11 +100,15 @@ def space(path: str) -> Space:
 def _found(storage: Storage, where: str) -> Found | None:
     """Returns a checkpoint; None for an incomplete step, and for a run without steps."""
     try:
-        return find(storage, where)
+        found = find(storage, where)
+        if found.is_file:
+            with contextlib.suppress(CorruptCheckpoint, UnsupportedFormat):  # these take space too
+                open_item(found, None)
     except CheckpointNotFound:
         if step_overview(path := PathIn(storage, where)) is None:
             existing_run(path)  # else an error describes the path
         return None
+    return found
 
 
 def _part(

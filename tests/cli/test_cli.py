@@ -621,6 +621,7 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("ls weights", ["{cwd}/weights is a checkpoint, not a run"]),
         ("ls empty", ["{cwd}/empty is not a run: it has no steps. It contains nothing"]),
         ("scrub empty", ["{cwd}/empty is not a run: it has no steps"]),
+        ("du file", ["{cwd}/file is a file, not a directory", "the directory that contains the"]),
         ("du notes", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
         ("du empty", ["{cwd}/empty is not a run: it has no steps. It contains nothing"]),
         ("report notes", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
