@@ -25,14 +25,13 @@ from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
 _NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "complex", "bool"})
-_CHOICES: Final = {
+_CHOICES: Final = {  # the default first, but for "auto"
     "missing": ("error", "keep"),
     "extra": ("error", "ignore"),
     "read_once": (True, False, "auto"),
-    "as_numpy": (True, False),
-    "resize": (True, False),
+    "as_numpy": (False, True),
+    "resize": (False, True),
 }
-_NEEDS_LIKE: Final = {"missing": "error", "extra": "error", "resize": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,8 @@ class RestoreRequest:
 
     def check_as_saved(self) -> None:
         """Raises ValueError for an option that has no effect without `like`."""
-        for name, default in _NEEDS_LIKE.items():
-            if (found := getattr(self, name)) != default:
+        for name in ("missing", "extra", "resize"):
+            if (found := getattr(self, name)) != _CHOICES[name][0]:
                 raise ValueError(f"{name}={found!r} has no effect without `like`: leave it out")
 
     @property

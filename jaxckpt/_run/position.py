@@ -59,12 +59,12 @@ class Position:
 
     def _report_kept(self, step: int) -> None:
         """Reports once for each restore that a step from before it stays."""
-        restored, self.later = self.later.start - 1, range(0)
+        restored, index, self.later = self.later.start - 1, self.roots[-1].index, range(0)
         if self.processes.index == 0:
-            self.roots[-1].index.report(
-                f"{self.roots[-1].index.root} has step {step} from before step {restored} was "
-                "restored. It stays, and the new state is not saved. To save it, delete the later "
-                "steps first (manager.delete), or start a new run from the older one (jaxckpt.fork)"
+            index.report(
+                f"{index.root} has step {step} from before step {restored} was restored. It stays, "
+                "and the new state is not saved. Delete the later steps first (manager.delete), or "
+                "start a new run from the older one (jaxckpt.fork)"
             )
 
     def join(self, step: int) -> None:

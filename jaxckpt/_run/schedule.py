@@ -229,9 +229,8 @@ class Schedule:
             if self.processes > 1:
                 return self._decide_together(step)
             return self._decide_alone(step, now_s, busy)
-        if reason is not None:
-            return Decision(step=step, save=True, reason=reason)
-        return Decision(step=step, save=False, reason=f"no rule matches: {self._rules()}")
+        why = reason or f"no rule matches: {self._rules()}"
+        return Decision(step=step, save=reason is not None, reason=why)
 
     def _decide_alone(self, step: int, now_s: float, busy: bool) -> Decision:
         if self.policy.job_mtbf_s is not None and self.last_s is None:
@@ -251,13 +250,9 @@ class Schedule:
     def _decide_together(self, step: int) -> Decision:
         if self.next_step is None:
             return Decision(step=step, save=True, reason="the first save starts the measurement")
-        if step >= self.next_step:
-            return Decision(
-                step=step, save=True, reason=f"by the clock, due from step {self.next_step}"
-            )
-        return Decision(
-            step=step, save=False, reason=f"by the clock, not due before step {self.next_step}"
-        )
+        is_due = step >= self.next_step
+        when = f"{'due from' if is_due else 'not due before'} step {self.next_step}"
+        return Decision(step=step, save=is_due, reason=f"by the clock, {when}")
 
     def _rules(self) -> str:
         rules = {

@@ -46,12 +46,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     PATH is a run's root, followed by steps, or the directory of one step. A job that writes the run
     respects the pin from then on.
     """
-    run, numbers = _target(path, steps)
-    for number in numbers:
-        run.index.check_step(number)  # check all steps before pinning the first
-    for number in numbers:
-        run.pin(number)
-    _done(run, "pinned", numbers, as_json=as_json)
+    _mark(path, steps, "pin", as_json=as_json)
 
 
 @click.command()
@@ -60,12 +55,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_options.as_json
 def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Apply the keep policy to steps again."""
-    run, numbers = _target(path, steps)
-    for number in numbers:
-        run.index.check_step(number)
-    for number in numbers:
-        run.unpin(number)
-    _done(run, "unpinned", numbers, as_json=as_json)
+    _mark(path, steps, "unpin", as_json=as_json)
 
 
 @click.command()
@@ -224,12 +214,17 @@ def _why_not(run: Deletion, number: int) -> str:
     return "pinned meanwhile" if run.is_pinned(number) else run.why_not(number)
 
 
-def _done(run: Deletion, what: str, numbers: Sequence[int], *, as_json: bool) -> None:
-    root = run.index.root
+def _mark(path: str, steps: Sequence[int], verb: str, *, as_json: bool) -> None:
+    run, numbers = _target(path, steps)
+    for number in numbers:
+        run.index.check_step(number)  # check all steps before the first is changed
+    for number in numbers:
+        getattr(run, verb)(number)
     if as_json:
-        _output.print_json({"path": root, what: list(numbers)})
+        _output.print_json({"path": run.index.root, f"{verb}ned": numbers})
     else:
-        _output.echo(f"{what} {counted(len(numbers), 'step')} of {root}: {_list(numbers)}")
+        what = f"{verb}ned {counted(len(numbers), 'step')} of {run.index.root}"
+        _output.echo(f"{what}: {_list(numbers)}")
 
 
 def _list(numbers: Sequence[int]) -> str:

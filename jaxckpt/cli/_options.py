@@ -84,8 +84,6 @@ dry_run = click.option("--dry-run", "-n", is_flag=True, help="Only show what wou
 item = click.option("--item", metavar="NAME", help="The item, if there are several trees.")
 dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays: bfloat16, ...")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
-
-
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
 
 

@@ -16,12 +16,7 @@ from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
 from jaxckpt._run.overview import FIRST, overview, step_overview
 from jaxckpt.cli._owned import existing_run
-from jaxckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    UnsupportedFormat,
-)
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
 
@@ -102,7 +97,7 @@ def _found(storage: Storage, where: str) -> Found | None:
     try:
         found = find(storage, where)
         if found.is_file:
-            with contextlib.suppress(CorruptCheckpoint, UnsupportedFormat):  # these take space too
+            with contextlib.suppress(CorruptCheckpoint):  # which takes space too
                 open_item(found, None)
     except CheckpointNotFound:
         if step_overview(path := PathIn(storage, where)) is None:

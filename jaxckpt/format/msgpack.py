@@ -43,6 +43,7 @@ _CHUNKED: Final = "__msgpack_chunked_array__"
 _HEAD: Final = re.compile(
     rb"(?s)([\x80-\x8f]|\xde..|\xdf....)([\xa0-\xbf\xd9-\xdb]|$)|[\xc7-\xc9\xd4-\xd8]"
 )
+_REFUSALS: Final = ValueError, TypeError, OverflowError, RecursionError, MemoryError
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
 _FLAX_PLACEHOLDER: Final = "//GDAPlaceholder:"
 
@@ -149,9 +150,7 @@ class _Decoder:
                 object_pairs_hook=self._dict,
                 ext_hook=lambda code, payload: self._extension(code, payload, depth + 1),
             )
-        except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            raise self._corrupt(f"{type(error).__name__}: {error}") from error
-        except self._msgpack.UnpackException as error:
+        except (*_REFUSALS, self._msgpack.UnpackException) as error:
             raise self._corrupt(f"{type(error).__name__}: {error}") from error
 
     def _dict(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str | int, Any]:
