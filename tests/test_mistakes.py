@@ -109,6 +109,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: FORK("run", "new", step="7"),
         ("fork: step must be an",),
     ),
+    "settings of a store as a dict": (
+        lambda s: UNKNOWN.use_store("s3://bucket", {"region": "eu-1"}),
+        ("settings must be StoreSettings(...), got {'region': 'eu-1'}",),
+    ),
+    "a text of seconds of a store": (
+        lambda s: UNKNOWN.StoreSettings(timeout_s="30"),
+        ("timeout_s must be a positive number, got '30'",),
+    ),
     "saved twice": (lambda s: SAVE("one", s), ("one already exists", "overwrite")),
     "arguments swapped": (lambda s: SAVE(s, "x"), ("save: path must be", "save(path, tree)", "{")),
     "a function as leaf": (lambda s: SAVE("f", {"a": len}), ("a: is a", "Leave them out")),

@@ -67,14 +67,12 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         if self.endpoint is not None and not re.match(r"https?://[^/]+(/[^?#]*)?$", self.endpoint):
-            raise ValueError(
-                f"endpoint must be http:// or https:// and a host, got {self.endpoint!r}"
-            )
+            raise ValueError(f"endpoint must be an http(s):// URL of a host, got {self.endpoint!r}")
         if self.grpc_endpoint is not None and ":///" not in self.grpc_endpoint:
             raise ValueError(f"grpc_endpoint must have ':///', got {self.grpc_endpoint!r}")
         for name in ("timeout_s", "stall_s", "tries", "lease_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+            if not isinstance(value := getattr(self, name), int | float) or not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 _given: dict[str, StoreSettings] = {}  # by "scheme://bucket" or "scheme://"
@@ -98,6 +96,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
         ...     jaxckpt.StoreSettings(endpoint="https://objects.example.com", region="eu-1"),
         ... )
     """
+    if not isinstance(settings, StoreSettings):
+        raise TypeError(f"settings must be StoreSettings(...), got {settings!r}")
     scheme, _, bucket = url.partition("://")
     is_store = scheme in SCHEMES or (scheme == "file" and not bucket)
     if not is_store or "/" in bucket.rstrip("/"):

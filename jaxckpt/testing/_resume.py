@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._core.check import check_type
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import number_of
@@ -119,6 +120,7 @@ def _newest(run: Path) -> Saved | None:
 
 
 def _rows(running: Generator[tuple[Any, ...], None, None], steps: int) -> Iterator[Row]:
+    check_type("check_exact_resume", "what the loop returns", running, Generator, "a generator")
     with contextlib.closing(running):
         for yielded in running:
             row = row_of(yielded)

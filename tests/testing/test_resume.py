@@ -148,6 +148,8 @@ def test_what_shows_nothing_is_an_error(tmp_path):
         check_exact_resume(loop, tmp_path)
     with pytest.raises(ValueError, match="between 1 and 4, got 5"):
         check_exact_resume(loop, tmp_path / "b", steps=5, kill_at=5)
+    with pytest.raises(TypeError, match=r"what the loop returns must be a generator.* got None"):
+        check_exact_resume(lambda run: None, tmp_path / "d")  # pyright: ignore
     with pytest.raises(TypeError, match="must yield"):
         check_exact_resume(lambda run: (x for x in [1]), tmp_path / "c")
     with pytest.raises(ValueError, match="yielded nothing"):
