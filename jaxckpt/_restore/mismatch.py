@@ -45,21 +45,19 @@ def text(differences: Sequence[Difference], where: str, only: Globs, resize: boo
 def _ways(differences: Sequence[Difference], resize: bool) -> list[str]:
     """Returns the arguments of a restore by which some of the leaves could be restored."""
     misfits = [(d.wanted, d.saved) for d in differences if d.wanted and d.saved]
-    wanted, saved = zip(*misfits, strict=True) if misfits else ((), ())
     parts = [[text.partition("[")[::2] for text in pair] for pair in misfits]
     is_lost = any(d.wanted and not d.saved for d in differences)
-    is_left = any(d.saved and not d.wanted for d in differences)
+    is_left = any(d.saved and d.wanted in (None, "empty") for d in differences)
+    is_cast = any(a != b and _NO_NUMBERS.isdisjoint((a, b)) for (a, _), (b, _) in parts)
+    is_sized = any(a and b and a != b for (_, a), (_, b) in parts)
     ways = {
         "skip=[...]": misfits,
         "rename={...}": is_lost and is_left,
         "missing='keep' for leaves that were not saved": is_lost,
-        "extra='ignore' for leaves that are not wanted": is_left or "empty" in wanted,
-        "None in the target for what was saved as None or empty": "empty" in saved,
-        "resize=True for arrays of other sizes": not resize
-        and any(a[1] != b[1] and a[1] and b[1] for a, b in parts),
-        "dtype=... for a cast from float to int, int to bool or signed to unsigned": any(
-            a[0] != b[0] and _NO_NUMBERS.isdisjoint((a[0], b[0])) for a, b in parts
-        ),
+        "extra='ignore' for leaves that are not wanted": is_left,
+        "None in the target where None was saved": any(b == "empty" for _, b in misfits),
+        "resize=True for arrays of other sizes": is_sized and not resize,
+        "dtype=... for a cast from float to int, int to bool or signed to unsigned": is_cast,
     }
     return [text for text, applies in ways.items() if applies]
 

@@ -83,9 +83,8 @@ class SavePolicy:
     def __post_init__(self) -> None:
         check_count(_SAVE, least=0, every_steps=self.every_steps)
         check_positive(_SAVE, or_zero=True, every_seconds=self.every_seconds)
-        if self.job_mtbf_s != LEARNED:
-            check_positive(_SAVE, job_mtbf_s=self.job_mtbf_s)
-        check_positive(_SAVE, max_write_bytes_per_s=self.max_write_bytes_per_s)
+        mtbf_s = None if self.job_mtbf_s == LEARNED else self.job_mtbf_s
+        check_positive(_SAVE, job_mtbf_s=mtbf_s, max_write_bytes_per_s=self.max_write_bytes_per_s)
         check_flag(
             _SAVE, first=self.first, on_preemption=self.on_preemption, continuous=self.continuous
         )

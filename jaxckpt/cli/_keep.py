@@ -46,7 +46,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     PATH is a run's root, followed by steps, or the directory of one step. A job that writes the run
     respects the pin from then on.
     """
-    _mark(path, steps, "pin", as_json=as_json)
+    _mark(path, steps, "pin", "pinned", as_json=as_json)
 
 
 @click.command()
@@ -55,7 +55,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_options.as_json
 def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Apply the keep policy to steps again."""
-    _mark(path, steps, "unpin", as_json=as_json)
+    _mark(path, steps, "unpin", "unpinned", as_json=as_json)
 
 
 @click.command()
@@ -214,16 +214,16 @@ def _why_not(run: Deletion, number: int) -> str:
     return "pinned meanwhile" if run.is_pinned(number) else run.why_not(number)
 
 
-def _mark(path: str, steps: Sequence[int], verb: str, *, as_json: bool) -> None:
+def _mark(path: str, steps: Sequence[int], verb: str, done: str, *, as_json: bool) -> None:
     run, numbers = _target(path, steps)
     for number in numbers:
         run.index.check_step(number)  # check all steps before the first is changed
     for number in numbers:
         getattr(run, verb)(number)
     if as_json:
-        _output.print_json({"path": run.index.root, f"{verb}ned": numbers})
+        _output.print_json({"path": run.index.root, done: numbers})
     else:
-        what = f"{verb}ned {counted(len(numbers), 'step')} of {run.index.root}"
+        what = f"{done} {counted(len(numbers), 'step')} of {run.index.root}"
         _output.echo(f"{what}: {_list(numbers)}")
 
 

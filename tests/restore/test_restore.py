@@ -879,7 +879,7 @@ def test_an_option_without_effect_is_refused(tmp_path, options, problem):
     [
         ({"w": np.ones(3)}, "skip=[...]."),
         ({"w": np.ones((2, 4), int)}, "skip=[...], dtype=... for a cast"),
-        ({"n": np.ones(3)}, "skip=[...], None in the target for what was saved as None or empty."),
+        ({"n": np.ones(3)}, "skip=[...], None in the target where None was saved."),
         ({"w": None}, "skip=[...], extra='ignore' for leaves that are not wanted."),
     ],
 )
