@@ -765,7 +765,6 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
         refused = [
             (UnsupportedLeaf, "^item 'state': .*\n  x: .*object", {"state": {"x": object()}}),
             (UnsupportedLeaf, "^item 'b': .*\n  x: .*object", {"items": {"b": {"x": object()}}}),
-            (UnsupportedLeaf, "^item 'state': leaf w ", {"dtype": "float16", "state": BIG}),
             (UnsupportedLeaf, "set", {"items": {"data": Torch(values={1, 2})}}),
             (TypeError, "custom_metadata", {"custom_metadata": {"x": object()}}),
             (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
@@ -773,6 +772,9 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
             (TypeError, "must be str", {"metrics": {1: 2.0}}),
             (ValueError, "'int8' is not a floating-point dtype", {"dtype": np.int8}),
         ]
+        if processes.count == 1:  # else process 0 casts it alone
+            big = {"dtype": "float16", "state": BIG}
+            refused.append((UnsupportedLeaf, "^item 'state': leaf w ", big))
         taken = ("state", "metrics", "default", "", ".a", "a/b", "_METADATA", names.RECORD)
         refused += [(ValueError, "item", {"items": {name: 1}}) for name in taken]
         for error, text, arguments in refused:

@@ -475,7 +475,7 @@ def test_a_tree_that_contains_itself_is_refused(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(" is nested deeper")[0] for line in lines] == [
-        "the tree",
+        "item 'state': the tree",
         "like",
         "shardings",
         "item 'tree'",
