@@ -67,8 +67,11 @@ def remove_item(
             storage.delete(f"{path}/{names.DELETION_RECORD}")
         raise
     storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    check()
     storage.delete(f"{path}/{item}")
+    check()
     storage.write(file, after)
     left[names.CHECKPOINT_METADATA] = FileFacts.of(names.CHECKPOINT_METADATA, after)
+    check()
     storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
     storage.delete(f"{path}/{names.DELETION_RECORD}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import scrub
@@ -127,8 +128,11 @@ class ByHand:
                 self.tiers.uploader.resume(step)
 
     def _mend(self, root: Root, step: int) -> bool:
-        others = [one for one in self.roots if one is not root and one.has(step)]
-        return any(root.mend(step, one.index) for one in others)
+        def is_there(index: StepIndex) -> bool:  # it may have lost its record
+            return index.storage.kind(index.path(step)) == "dir"
+
+        others = [one for one in self.roots if one is not root and is_there(one.index)]
+        return any(root.mend_with(step, one) for one in others)
 
 
 def _in_each(roots: Sequence[Root], do: Callable[[Root], object]) -> str:

@@ -53,6 +53,8 @@ class Owner(Protocol):
     """The right of this process to write to the run."""
 
     token: str
+    is_guest: bool
+    damaged: dict[int, tuple[str, str | None]]
 
     def check(self) -> object:
         """Raises SaveFailed if another job owns the run."""
@@ -279,8 +281,10 @@ class Deletion:
         """
         found, check = self.check_item(number, item), self.owner.check
         assert found.record is not None  # checked
-        check()
-        remove_item(self.index.storage, found.path, found.record, item, check=check)
+        # So that no later job saves a step of this number while this one stands still.
+        with self.leases.protect(number):
+            check()
+            remove_item(self.index.storage, found.path, found.record, item, check=check)
         self.index.forget(number)
 
     def check_item(self, number: int, item: str) -> Found:
@@ -320,7 +324,13 @@ class Deletion:
         numbers = {name: n for name, n in listing.directories().items() if n in among}
         begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
         found = commit_of(index.storage, index.root).left_below(begun)
-        return {numbers[name]: files for name, files in found.items() if files}
+        doomed = {*self.leases.doomed().steps} if found else set[str]()
+        # The writer's file outlives a commit: what has a record without it has lost its marker.
+        return {
+            numbers[name]: files
+            for name, files in found.items()
+            if files and (name in doomed or names.RECORD not in files or names.WRITER in files)
+        }
 
     def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
         """Removes the remains of crashes in these steps; returns steps without a live writer."""
@@ -362,6 +372,8 @@ class Deletion:
             doomed = self._named_as_doomed(posixpath.basename(path))
             commit_of(index.storage, path).set_aside(aside, check=self.owner.check, doomed=doomed)
         except SaveFailed as error:
+            if self.owner.is_guest:  # until this job saves
+                self.owner.damaged[number] = why, file
             index.report(f"step {number} is damaged and is skipped: {why}. It stays there: {error}")
             return
         except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxckpt._core.check import as_step, explained
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.find import find
+from jaxckpt._disk.find import find, looks_committed, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current
 from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
@@ -17,8 +17,8 @@ from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
-from jaxckpt.format.step import Life
-from jaxckpt.storage import Storage, files_in, locate, store_of
+from jaxckpt.format.step import Life, digest
+from jaxckpt.storage import Storage, files_in, locate, now, store_of
 
 # Files about a checkpoint, as opposed to its data.
 _NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
@@ -45,7 +45,8 @@ def fork(
     Raises:
         StepExists: the new run has steps.
         CheckpointNotFound: no committed checkpoint at `src_step`.
-        CorruptCheckpoint: the checkpoint is damaged; nothing was created.
+        CorruptCheckpoint: the checkpoint is damaged, as far as all but its arrays show; nothing was
+            created.
 
     Example:
         >>> import os, tempfile, jaxckpt
@@ -60,10 +61,25 @@ def fork(
     _, root = locate(new_root)
     if store_of(root) != store_of(where):
         raise ValueError(f"{new_root} must be in the same storage as {src_step}: fork links files")
-    found = find(storage, where)
     if steps := StepIndex(storage, root).steps():
         raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
-    path = f"{root}/{_name_of(found, step)}"
+    problems: list[CorruptCheckpoint] = []
+    for source in steps_to_try(storage, where) or [where]:  # those of a run
+        found = find(storage, source)
+        try:
+            path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")
+        except CorruptCheckpoint as error:
+            if now(storage).kind(found.path) is None or not looks_committed(storage, found.path):
+                raise CheckpointNotFound(f"{found.path} was deleted meanwhile") from error
+            problems.append(error)
+            continue
+        if problems:
+            warn_skipped(where, [*map(str, problems)], found.path)
+        return path
+    raise problems[0]
+
+
+def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
     transaction = _transaction.begin(storage, path, overwrite=False)
     try:
         files = _link(storage, found, transaction.work)
@@ -113,9 +129,11 @@ def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]
     for name, facts in recorded.items():
         if name in _NOT_COPIED:
             continue
-        if name not in files or storage.size(f"{work}/{name}") != facts.size:
-            file = f"{found.path}/{name}"
+        file, linked = f"{found.path}/{name}", f"{work}/{name}"
+        if name not in files or storage.size(linked) != facts.size:
             raise CorruptCheckpoint(f"{file} is missing or has the wrong size", file=file)
+        if facts.sha256 and digest(storage.read(linked, max_bytes=facts.size)) != facts.sha256:
+            raise CorruptCheckpoint(f"{file} is damaged: its SHA-256 differs", file=file)
     for name in found.items if recorded else ():
         item = open_item(found, name)
         if isinstance(item, Item):

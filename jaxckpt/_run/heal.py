@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._disk.commit import Check, commit_of
+from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted, file_problem
 from jaxckpt._disk.reader import keys_here
@@ -54,7 +55,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list
         OSError: a storage failed.
     """
     theirs, path = find(good.storage, good.check_step(step)), bad.path(step)
-    if bad.missing_file(step) == f"{path}/{names.COMMIT_MARKER}":
+    if bad.has_record(step) and not bad.is_committed(step):  # it lost its commit marker
         return _complete(bad, theirs, step, check)
     ours = _find(bad.storage, path)
     is_alike = (
@@ -131,15 +132,15 @@ def _replace_bad(
     sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
     recorded, known = ours.recorded(ours.path), theirs.recorded(theirs.path)
     alike = {name: name for name, facts in known.items() if facts.sha256}  # also in shares
-    replaced, problem = [], None
+    files, replaced, problem = {**alike, **sent.files}, [], None
     try:
         source = contents_of(theirs)
-    except CorruptCheckpoint as error:
-        return [], _damaged_too(theirs, error)
-    for name, file in {**alike, **sent.files}.items():
+    except CorruptCheckpoint as error:  # its other small files may be good
+        source, files, problem = Contents(theirs, {}, False), alike, _damaged_too(theirs, error)
+    for name, file in files.items():
         facts = known[file]
         read = partial(source.pieces, file, facts.size)
-        if recorded.get(name) != facts:
+        if recorded.get(name) != facts or file_problem(theirs, file, facts):
             continue
         if not file_problem(ours, name, facts) and _has_bytes(ours, name, facts.size, read()):
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, final
@@ -63,9 +64,11 @@ class Leases:
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"
-        expires_ns = time.time_ns() + int(LEASE_S * 1e9)
-        lease = run.encode(Lease(step=step, expires_ns=expires_ns))
-        written = any(self._has_written(file, lease) for _ in range(2))
+        written, ended = any(self._has_written(file, step) for _ in range(2)), threading.Event()
+        renewal = threading.Thread(target=self._renew, args=(file, step, ended), daemon=True)
+        if written:
+            with contextlib.suppress(RuntimeError):  # a program that ends starts no more threads
+                renewal.start()
         # A writer that dooms a step already leased by this reader will see the earlier lease.
         there = self.index.is_committed(number) and (step in self._leased or self.is_staying(step))
         if there and written:
@@ -76,12 +79,20 @@ class Leases:
             if there and written:
                 self._leased.remove(step)
             if written:
+                ended.set()
+                if renewal.ident is not None:
+                    renewal.join()
                 with contextlib.suppress(OSError):  # the lease will expire
                     self.index.storage.delete(file)
 
-    def _has_written(self, file: str, data: bytes) -> bool:
+    def _renew(self, file: str, step: str, ended: threading.Event) -> None:
+        while not ended.wait(LEASE_S / 4):
+            self._has_written(file, step)
+
+    def _has_written(self, file: str, step: str) -> bool:
+        lease = Lease(step=step, expires_ns=time.time_ns() + int(LEASE_S * 1e9))
         try:
-            self.index.storage.write(file, data)
+            self.index.storage.write(file, run.encode(lease))
         except OSError:
             return False
         return True

@@ -75,6 +75,8 @@ class Ownership:
         self.is_guest = False  # whether another job was running when we opened the run
         self.seen = -1  # the newest step that this job has found or restored
         self.run: str | None = None  # the id of the root, once it was checked
+        # Why a step is damaged, and which file, by step: what a guest could not set aside.
+        self.damaged: dict[int, tuple[str, str | None]] = {}
         self._index = index
         self._leases = leases
         self._keep = keep
@@ -268,11 +270,16 @@ class Ownership:
         if self._hold is None:
             self._leave_alone_if_ahead(step)
         self.take_over(read_owner(self._index))
+        deletion = Deletion(self._index, self._leases, self)
+        while self.damaged:
+            number, (why, file) = self.damaged.popitem()
+            deletion.set_aside(number, why, file=file)
 
     def _leave_alone_if_ahead(self, step: int | None) -> None:
         listing = self._index.listing()
         newest = self._newest(listing)
-        if newest <= self.seen and (step is None or self._index.state(listing, step) is None):
+        is_new = step in (None, *self.damaged) or self._index.state(listing, step) is None
+        if newest <= self.seen and is_new:
             return
         known = f"only up to step {self.seen}" if self.seen >= 0 else "without any step"
         raise SaveFailed(

@@ -202,8 +202,7 @@ class Resume:
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
-            The step to try first, or -1 if the run did not count on the step read; that step, and
-            its value.
+            The step to try first, or -1 if the run did not count on the one read; that; its value.
 
         Raises:
             CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
@@ -227,6 +226,8 @@ class Resume:
             attempt = read()
             if attempt.problem is not None and not copy.is_united:
                 attempt = read()  # damaged only if seen twice
+            if attempt.is_corrupt and self._mends_with(copy, damaged):
+                attempt = read()
             if attempt.problem is None:
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
@@ -253,6 +254,18 @@ class Resume:
             + "\n  ".join(f"step {one.copy.step}: {one.problem}" for one in damaged[:10])
             + "\nNothing was changed. To start over, use another directory or move the steps away."
         )
+
+    def _mends_with(self, copy: Copy, damaged: Sequence[_Attempt]) -> bool:
+        """Mends a step from another copy, which is damaged, too; the same in every process."""
+        same = [one.copy for one in damaged if one.copy.step == copy.step]
+        others = [self.roots[one.root] for one in same if not one.is_united]
+        if copy.is_united or not (self.writes and others):
+            return False
+        name, limit_s = f"manager {self._name}/mended", self.timeout_s
+        with leading(self.processes, name, where=self._name, timeout_s=limit_s) as led:
+            if self.processes.index == 0:
+                led.value = self.roots[copy.root].mend_with(copy.step, others[0])
+        return led.value
 
     def _try(
         self,

@@ -209,6 +209,12 @@ class Root:
         self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
         return True
 
+    def mend_with(self, step: int, other: Root) -> bool:
+        """Mends a damaged step where the other root has a damaged copy of it, too."""
+        return self.mend(step, other.index) or (
+            other.mend(step, self.index) and self.mend(step, other.index)
+        )
+
     def mend_part(self, directory: Root, step: int) -> None:
         """Mends what came from this process's share, if it has one, of a step in the directory."""
         from jaxckpt._run.heal import replace_part

@@ -8,6 +8,7 @@ steps instead of deleting them, so do the commands.
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import time
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._look import STEP_HEAD, STEP_RIGHT, print_steps, step_row
 from jaxckpt.cli._output import Styled
+from jaxckpt.errors import CheckpointNotFound, SaveFailed
+from jaxckpt.format import names
 
 if TYPE_CHECKING:
     from jaxckpt._run.deletion import Deletion
@@ -74,7 +77,7 @@ def rm(
     no_job: bool,
     item: str | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Delete steps of a run. Refuses pinned steps and steps that are being read.
 
     PATH is a run's root, followed by steps, or the directory of one step. Moves the steps instead
@@ -99,7 +102,7 @@ def rm(
         )
     if item is not None:
         _rm_item(run, numbers, item, dry_run=dry_run, yes=yes, no_job=no_job, as_json=as_json)
-        return
+        return 0
     keep = policy_of(run.index)
     folder = run_at(storage, root, keep=keep).folder
     if not as_json:
@@ -109,7 +112,7 @@ def rm(
     if not dry_run:
         _output.confirm(_question(numbers, root, folder), yes=yes)
         with owned(storage, root, no_job=no_job, keep=keep) as owner:
-            gone = owner.delete(numbers, asked_for=True)
+            gone, run = owner.delete(numbers, asked_for=True), owner
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
             why = "; ".join(f"step {number}: {reason}" for number, reason in stay.items())
@@ -119,6 +122,14 @@ def rm(
         _output.print_json(facts | {"moved_to": folder})
     elif gone:
         _output.echo(_answer(gone, root, folder))
+    return _left(run)
+
+
+def _left(run: Deletion) -> int:
+    """Says what could not be done, such as what is left of deleted steps; returns the exit code."""
+    for problem in run.index.problems:
+        _output.note(problem)
+    return 1 if run.index.problems else 0
 
 
 def _rm_item(
@@ -135,9 +146,18 @@ def _rm_item(
     from jaxckpt.storage import now
 
     root, size = run.index.root, 0
+    lacks: dict[int, CheckpointNotFound] = {}  # as steps of a command that was interrupted
     for number in numbers:
-        found = run.check_item(number, item)  # check all steps before the first is changed
+        try:
+            found = run.check_item(number, item)  # check all steps before the first is changed
+        except CheckpointNotFound as error:
+            lacks[number] = error
+            continue
         size += sum(facts.size for facts in found.recorded(f"{found.path}/{item}").values())
+    if not (numbers := [number for number in numbers if number not in lacks]):
+        raise lacks[min(lacks)]
+    for error in lacks.values():
+        _output.note(str(error))
     what = f"item {item!r} of {counted(len(numbers), 'step')} of {root}"
     if not as_json:
         _output.echo(f"{what}: {size_text(size)} to delete")
@@ -299,7 +319,7 @@ def gc(
     yes: bool,
     no_job: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Delete the steps of a run that no rule keeps. A step stays if any rule keeps it.
 
     Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
@@ -347,20 +367,24 @@ def gc(
             # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
             wanted = [number for number in planned.delete if number in again]
-            gone = run.delete(wanted)
+            gone, seen = run.delete(wanted), run
             stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
             removed = run.remove_unfinished(planned.remove)
             stay |= {n: "its writer may be alive" for n in planned.remove if n not in removed}
+    elif not dry_run and names.DOOMED in seen.index.entries():  # of a deletion that was interrupted
+        with contextlib.suppress(SaveFailed), owned(storage, where, no_job=no_job):
+            pass  # it is finished now; or a job is running
     if as_json:
         facts = _plan_facts(where, planned, dry_run=dry_run, gone=gone, stay=stay)
         _output.print_json(facts | {"removed": removed, "moved_to": seen.folder})
-        return
+        return _left(seen)
     if gone:
         _output.echo(_answer(gone, where, seen.folder))
     if removed:
         _output.echo(f"removed {counted(len(removed), 'unfinished step')}: {_list(removed)}")
     for number, why in stay.items():
         _output.echo(f"kept step {number}: {why}")
+    return _left(seen)
 
 
 def _check_metric(found: RunOverview, policy: KeepPolicy) -> None:

@@ -231,16 +231,20 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     failed: dict[int, str] = {}
     shared: dict[int, list[str]] = {}  # the bad files of failed steps
     with owned(storage, where, no_job=no_job) as run:
-        for step in run.index.present():
+        # In a bucket, what has lost its commit marker looks like a save under way.
+        begun = (n for n in run.index.listing().directories().values() if run.index.has_record(n))
+        for step in sorted({*run.index.present(), *begun}):
             report = look(run.leases, step)
-            if report is None or not report.damaged:
+            if not (run.index.has_record(step) if report is None else report.damaged):
                 continue
             try:
-                mended[step] = heal_step(run.index, good, step, run.owner.check)
+                with run.leases.protect(step):  # no later job saves a step of its number
+                    mended[step] = heal_step(run.index, good, step, run.owner.check)
             except (CheckpointError, OSError) as error:
                 failed[step] = str(error)
-                files = {p.file for p in report.problems if p.file}
-                shared[step] = sorted(os.path.relpath(file, report.path) for file in files)
+                files = {p.file for p in report.problems if p.file} if report else ()
+                path = run.index.path(step)
+                shared[step] = sorted(os.path.relpath(file, path) for file in files)
         for step in [*failed] if mended else ():  # it may share a file that was mended
             report = look(run.leases, step)
             if report is not None and report.ok:

@@ -223,10 +223,10 @@ def decode(kind: type[_Record], data: bytes, *, file: str) -> _Record:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     values: dict[str, Any] = {}
     for one in fields(kind):
-        found, wanted = top.get(one.name), _TYPES.get(str(one.type), dict)
-        if found is None and (one.default, one.default_factory) != (MISSING, MISSING):
+        if top.get(one.name) is None and (one.default, one.default_factory) != (MISSING, MISSING):
             continue
-        values[one.name] = expect(found, wanted, f"'{one.name}'", file=file)
+        wanted = _TYPES.get(str(one.type), dict)
+        found = values[one.name] = expect(top.get(one.name), wanted, f"'{one.name}'", file=file)
         if wanted is int and abs(found) > _LATEST_NS:
             raise damaged(file, f"'{one.name}' is too large")
         if wanted is list:

@@ -16,7 +16,7 @@ from jaxckpt import CheckpointManager, SaveFailed
 from jaxckpt._run.overview import overview
 from jaxckpt.cli._keep import plan
 from jaxckpt.cli._owned import owned, run_at
-from jaxckpt.format import names
+from jaxckpt.format import names, run
 from jaxckpt.storage import LocalStorage
 from tests.commandline import cli, on_terminal, said_json
 from tests.golden.fixture import golden_names
@@ -432,6 +432,45 @@ def test_gc_clears_up_what_an_interrupted_save_left(root):
 
     assert overview(root).strays == ()
     assert len(steps_of(root)) == 5
+
+
+def test_gc_finishes_a_deletion_that_was_interrupted(root):
+    """Also if it has nothing to delete itself."""
+    (root / "100").rename(root / f"100.orbax-checkpoint-tmp-deleting-{TOKEN}")
+    (root / names.DOOMED).write_bytes(run.encode(run.Doomed(steps=["100"])))
+
+    assert cli("gc", root, "--last", 9, "--yes")[0] == 0
+
+    assert overview(root).strays == ()
+    assert steps_of(root) == [200, 300, 400, 500, 600]
+
+
+def test_rm_of_an_item_goes_on_where_it_was_interrupted(root):
+    """The steps that have lost the item already are named."""
+    with CheckpointManager(root) as manager:
+        for step in (700, 800):
+            manager.save(step, {"w": 1}, items={"ema": {"w": 2}})
+    assert cli("rm", root, 700, "--item", "ema", "--yes")[0] == 0
+
+    code, out, err = cli("rm", root, 700, 800, "--item", "ema", "--yes")
+
+    assert code == 0
+    assert out.endswith(f"deleted item 'ema' of 1 step of {root}: 800\n")
+    assert "700 has no item 'ema'" in err
+    assert cli("rm", root, 700, 800, "--item", "ema", "--yes")[0] == 2
+
+
+def test_what_is_left_of_a_deleted_step_is_told(root):
+    """A run in a step keeps that; so nothing is called done that is not."""
+    with CheckpointManager(root.parent / "inside") as manager:
+        manager.save(1, {"w": 1})
+    (root.parent / "inside").rename(root / "100" / "inside")
+
+    code, out, err = cli("gc", root, "--last", 5, "--yes")
+
+    assert code == 1
+    assert f"{root}/100 is not deleted: it contains {root}/100/inside" in err
+    assert "deleted" not in out
 
 
 # --- scrub ----------------------------------------------------------------------------------------

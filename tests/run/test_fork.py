@@ -52,6 +52,19 @@ def files_of(folder):
     }
 
 
+def test_the_newest_good_step_of_a_run_is_forked(base, tmp_path, caplog):
+    """Of a run, the newest good step is; small files are read, and arrays are not."""
+    file = base / "7" / "state" / "_sharding"
+    file.write_bytes(bytes(file.stat().st_size))
+
+    with pytest.raises(CorruptCheckpoint, match="_sharding is damaged: its SHA-256 differs"):
+        jaxckpt.fork(base / "7", tmp_path / "tuned")
+    assert not list((tmp_path / "tuned").iterdir())
+
+    assert jaxckpt.fork(base, tmp_path / "tuned") == str(tmp_path / "tuned" / "5")
+    assert "_sharding is damaged" in caplog.text
+
+
 def test_a_fork_is_the_step_without_a_byte_copied(base, tmp_path, mesh):
     """Its files are the files of the step, except the ones that describe it."""
     path = jaxckpt.fork(base / "7", tmp_path / "tuned")

@@ -36,6 +36,7 @@ from jaxckpt.storage import LocalStorage, MemoryStorage, listing
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 from tests.strategies import host_arrays
+from tests.waiting import wait_until
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 TOKEN = "0123456789abcdef"
@@ -398,6 +399,56 @@ def world(request, ram_path):
     if request.param != "memory":
         return World(LocalStorage(atomic_rename=request.param == "disk"), f"{ram_path}/run")
     return World(MemoryStorage(), f"/{uuid.uuid4()}")
+
+
+def test_a_guest_saves_a_damaged_step_anew(world):
+    """The job that holds the lock stands still; a step that nobody can read is none of its own."""
+    first, second = world.run(), world.run()
+    first.owner.open()
+    world.add("4", "5")
+    second.owner.open()
+    assert second.owner.is_guest
+    second.deletion.set_aside(5, "damaged", file=f"{world.root}/5/{names.RECORD}")
+    assert second.index.steps() == [4, 5]
+
+    second.owner.join(5)
+
+    assert world.run().index.steps() == [4]
+    with pytest.raises(SaveFailed, match="opened for writing by another job"):
+        first.owner.check()
+
+
+def test_a_lease_lasts_as_long_as_its_reader(world, limits):
+    """It is renewed; once the reader is done, it is gone."""
+    world.add("1")
+    reader = world.run()
+    limits("jaxckpt._run.leases", LEASE_S=0.4)
+    with reader.leases.protect(1):
+        [file] = [name for name in reader.index.entries() if names.is_lease(name)]
+
+        def expires_ns():
+            data = world.storage.read(f"{world.root}/{file}", max_bytes=1000)
+            return run.decode(run.Lease, data, file=file).expires_ns
+
+        first_ns = expires_ns()
+        wait_until(lambda: expires_ns() > first_ns)
+    assert not any(map(names.is_lease, reader.index.entries()))
+
+
+def test_a_step_is_leased_while_an_item_of_it_is_deleted(tmp_path):
+    """No later job may delete it and save its number anew while this one stands still."""
+    seen = []
+
+    def look(verb, path):
+        if verb == "delete" and path.endswith("/1/more"):
+            seen.append(manager._directory.leases.leased(manager._index.entries()))
+
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1}, items={"more": {"b": 2}}).result()
+        manager._index.storage = WatchedStorage(LocalStorage(), look)
+        manager.delete(1, item="more")
+        assert not any(map(names.is_lease, manager._index.entries()))
+    assert seen == [{"1"}]
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,26 @@ def test_a_missing_file_is_mended_too(tmp_path, local):
     assert jaxckpt.verify(local / "1").ok
 
 
+@pytest.mark.parametrize("by", ["restore", "scrub"])
+@pytest.mark.parametrize("lost", [names.RECORD, "state/_METADATA"])
+def test_copies_that_lack_different_files_mend_each_other(tmp_path, local, by, lost):
+    """So no step is set aside of which each file is somewhere."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).durable()
+    (tmp_path / "run" / "2" / lost).unlink()
+    (local / "2" / "state" / "_sharding").unlink()
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        if by == "restore":
+            assert manager.restore()["w"][0] == 2
+        else:
+            assert all(report.ok for report in manager.scrub().values())
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+    assert jaxckpt.verify(tmp_path / "run" / "2").ok
+    assert jaxckpt.verify(local / "2").ok
+
+
 def test_what_is_damaged_in_both_places_is_set_aside(tmp_path, local):
     """And the step before is restored; nothing is taken from a bad copy."""
     with CheckpointManager(tmp_path / "run", local=local) as manager:

@@ -14,7 +14,9 @@ import pytest
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
 from jaxckpt.errors import SaveFailed, StoreError
+from jaxckpt.format import names
 from jaxckpt.storage import locate
+from tests.commandline import cli
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import is_state, state
@@ -95,6 +97,23 @@ def test_a_damaged_object_is_mended_from_the_local_copy(place, tmp_path):
 
         assert any("is mended from" in problem for problem in manager.problems)
     assert jaxckpt.verify(f"{url}/1").ok
+
+
+def test_a_step_that_lost_its_marker_is_mended_and_not_collected(place, tmp_path):
+    """It looks like a save under way, but its writer's file is gone as after a commit."""
+    url, _, _ = place
+    with CheckpointManager(url, local=tmp_path / "local", keep=LAST) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).durable()
+    storage, root = locate(url)
+    storage.delete(f"{root}/1/{names.COMMIT_MARKER}")
+
+    assert cli("gc", url, "--last", 9, "--yes")[0] == 0
+    code, out, _ = cli("heal", url, tmp_path / "local")
+
+    assert (code, out) == (0, f"mended step 1: {names.COMMIT_MARKER}\n")
+    assert jaxckpt.verify(f"{url}/1").ok
+    assert is_state(jaxckpt.restore(f"{url}/1"), 1)
 
 
 def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
