@@ -45,7 +45,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
-from jaxckpt.storage import Entry, Storage, drop_cached, together
+from jaxckpt.storage import Entry, Storage, drop_cached, files_in, together
 from jaxckpt.storage._large import pieces
 
 
@@ -309,10 +309,13 @@ class Sending:
                 self.found_bytes += 0 if sent else size
 
     def clear(self, keep: Iterable[str]) -> None:
-        """Deletes files of an upload that died in its commit, but not those to keep."""
+        """Deletes files of an upload that died, but not those to keep."""
+        storage = self.target
+        if storage.atomic_rename:  # in a store, what was not written whole is not there
+            self._there |= files_in(storage.entries, self.folder, temporary=True).keys()
         if stray := sorted(self._there.difference(keep)):
             self.check()
-        self.target.delete_files([f"{self.folder}/{name}" for name in stray])
+        storage.delete_files([f"{self.folder}/{name}" for name in stray])
 
     def withdraw(self) -> None:
         """Deletes what was sent if the next job has removed the rest: nobody would know it."""

@@ -52,8 +52,10 @@ def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
         return None
 
 
-def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:
-    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
+def files_in(
+    entries: Callable[[str], Mapping[str, Entry]], root: str, *, temporary: bool = False
+) -> dict[str, Entry]:
+    """Returns the files below `root` by sorted path, either all finished or all temporary ones."""
     found, folders = {}, [""]
     while folders:
         folder = folders.pop()
@@ -61,7 +63,7 @@ def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[s
             path = f"{folder}/{name}".lstrip("/")
             if entry.kind == "dir":
                 folders.append(path)
-            elif not is_temporary_file(name):
+            elif is_temporary_file(name) == temporary:
                 found[path] = entry
     return dict(sorted(found.items()))
 

@@ -315,9 +315,12 @@ def test_a_killed_upload_sends_the_rest(tmp_path, limits):
         assert child.poll() is None
         child.kill()
     assert index_of(target).steps() == []
+    [work] = target.glob("1.*")
+    (work / "state" / ".jaxckpt-tmp-left").write_bytes(b"of a file being written")
     code, (done,) = said_json("upload", root, target)
 
     assert (code, done["sent_bytes"] <= 0.55 * total) == (0, True)
+    assert not [*target.rglob(".jaxckpt-tmp-*")]
     assert jaxckpt.verify(target / "1").ok
 
 
