@@ -57,11 +57,10 @@ def read_leaves(
     failed: Failed = _raise,
     landed: Landed = int,
 ) -> Generator[Buffers, None, None]:
-    """Yields the buffers of each leaf by box, in order.
+    """Yields the buffers of each leaf by box, in order; a bad leaf raises when its turn comes.
 
     Leaves are read ahead while they fit into the budget: their buffers, and what is read beside
-    them, each up to a share of the budget. A larger leaf is read alone, in pieces, and the budget
-    is for the memory it takes beside its buffers. The first bad leaf raises when its turn comes.
+    them. A larger leaf is read alone, in pieces, with the budget for what is beside its buffers.
 
     Args:
         failed: Called with a bad leaf and its error instead of raising; later leaves are read.
@@ -74,14 +73,15 @@ def read_leaves(
     if not reads:
         return
     window_bytes = int(budget_bytes * _WINDOW)
-    most_bytes = window_bytes if any(read.beside for read in reads) else budget_bytes
+    copies = item.found.storage.server_copies  # of a store's answers, to where they belong
+    most_bytes = window_bytes if copies or any(read.beside for read in reads) else budget_bytes
     threads = max(1, min(item.found.storage.reads_at_once, most_bytes // MAX_UNIT_BYTES))
     pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
     try:
         for batch in _batches(item, reads, pool, window_bytes):
-            least = isinstance(batch, Regions)
+            least = copies or isinstance(batch, Regions)
             cost = sum(
                 r.total_bytes + min(r.total_bytes, window_bytes) * max(least, r.beside)
                 for r in batch.reads

@@ -39,7 +39,13 @@ def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
 
 
 def remove_item(
-    storage: Storage, path: str, record: Record, item: str, *, check: Check = int
+    storage: Storage,
+    path: str,
+    record: Record,
+    item: str,
+    *,
+    check: Check,
+    held: contextlib.AbstractContextManager[object],
 ) -> None:
     """Deletes an item of a checkpoint, or finishes a deletion that was interrupted.
 
@@ -52,6 +58,10 @@ def remove_item(
     4. rewrite `_CHECKPOINT_METADATA`                  the same
     5. rewrite `_jaxckpt.json` with that file          the same
     6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
+
+    Args:
+        check: Raises if another job owns the run; called before each change.
+        held: Keeps later jobs from using the number of the step anew, from the second line on.
     """
     file = f"{path}/{names.CHECKPOINT_METADATA}"
     before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
@@ -60,18 +70,19 @@ def remove_item(
     left.pop(names.CHECKPOINT_METADATA, None)
     about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
     is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
-    try:
+    with held:
+        try:
+            check()
+        except BaseException:
+            if is_new:
+                storage.delete(f"{path}/{names.DELETION_RECORD}")
+            raise
+        storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
         check()
-    except BaseException:
-        if is_new:
-            storage.delete(f"{path}/{names.DELETION_RECORD}")
-        raise
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    check()
-    storage.delete(f"{path}/{item}")
-    check()
-    storage.write(file, after)
-    left[names.CHECKPOINT_METADATA] = FileFacts.of(names.CHECKPOINT_METADATA, after)
-    check()
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    storage.delete(f"{path}/{names.DELETION_RECORD}")
+        storage.delete(f"{path}/{item}")
+        check()
+        storage.write(file, after)
+        left[names.CHECKPOINT_METADATA] = FileFacts.of(names.CHECKPOINT_METADATA, after)
+        check()
+        storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+        storage.delete(f"{path}/{names.DELETION_RECORD}")

@@ -281,10 +281,9 @@ class Deletion:
         """
         found, check = self.check_item(number, item), self.owner.check
         assert found.record is not None  # checked
-        # So that no later job saves a step of this number while this one stands still.
-        with self.leases.protect(number):
-            check()
-            remove_item(self.index.storage, found.path, found.record, item, check=check)
+        check()
+        held = self.leases.protect(number)
+        remove_item(self.index.storage, found.path, found.record, item, check=check, held=held)
         self.index.forget(number)
 
     def check_item(self, number: int, item: str) -> Found:
@@ -299,7 +298,7 @@ class Deletion:
         found = find(self.index.storage, path)
         if item != found.deleting and item not in found.removed:
             choose_item(found, item)  # checks that it is there
-        problem, files = None, self.index.storage.files(path)
+        name, problem, files = posixpath.basename(path), None, self.index.storage.files(path)
         of_item = [file for file in files if file.startswith((f"{item}/", names.RECORD))]
         if found.record is None:
             problem = "another program wrote it. Delete the item there, or convert the step"
@@ -309,7 +308,8 @@ class Deletion:
             problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
         elif other := nested(self.index.storage, path, of_item):
             problem = f"it contains {other}. Move that elsewhere"
-        elif posixpath.basename(path) in self.leases.leased(self.index.entries()):
+        # If it has begun, readers do not see the item, and the lease may be of that deletion.
+        elif not found.deleting and name in self.leases.leased(self.index.entries()):
             problem = "a reader holds the step. Try again later"
         if problem is not None:
             raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")

@@ -84,23 +84,34 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
     Args:
         found: Called with the numbers in the process that writes them.
     """
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise TypeError(f"names of metrics must be str, got {name!r}")
-        if not isinstance(value, (str, bool, int, float, type(None))) and (
-            math.prod(getattr(value, "shape", (2,))) != 1
-        ):
-            raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
-        if not getattr(value, "is_fully_replicated", True):
-            raise ValueError(f"metric {name!r} is not replicated: average it first")
-    given = {name: detached(value) for name, value in metrics.items()}
+    given = _mapped(_taken, "", metrics)
 
     def common() -> dict[str, bytes]:
-        numbers = {name: _number(value) for name, value in given.items()}
+        numbers = _mapped(lambda _, value: _number(value), "", given)
         found(numbers)
         return {names.METRICS_FILE: jsontext.dumps(numbers, allow_nan=True)}
 
     return FileItem(name=names.METRICS_ITEM, common=common)
+
+
+def _mapped(do: Callable[[str, Any], object], name: str, value: Any) -> Any:  # JSON, of metrics
+    if isinstance(value, Mapping):
+        return {key: _mapped(do, f"{name}/{key}" if name else key, v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(do, name, one) for one in value]
+    return do(name, value)
+
+
+def _taken(name: Any, value: Any) -> object:
+    if not isinstance(name, str):
+        raise TypeError(f"names of metrics must be str, got {name!r}")
+    if not isinstance(value, (str, bool, int, float, type(None))) and (
+        math.prod(getattr(value, "shape", (2,))) != 1
+    ):
+        raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
+    if not getattr(value, "is_fully_replicated", True):
+        raise ValueError(f"metric {name!r} is not replicated: average it first")
+    return detached(value)
 
 
 def _number(value: Any) -> object:  # a number of any library

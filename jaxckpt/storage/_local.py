@@ -43,6 +43,8 @@ _OTHER = Entry("other", 0)
 _LOCKS = " jaxckpt locks the file of this name; remove what is there."
 _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
 
+_List = Callable[[str], Mapping[str, Entry]]  # returns the entries of a directory
+
 
 def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
     """Returns the entries of a directory; None if it does not exist."""
@@ -52,9 +54,7 @@ def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
         return None
 
 
-def files_in(
-    entries: Callable[[str], Mapping[str, Entry]], root: str, *, temporary: bool = False
-) -> dict[str, Entry]:
+def files_in(entries: _List, root: str, *, temporary: bool = False) -> dict[str, Entry]:
     """Returns the files below `root` by sorted path, either all finished or all temporary ones."""
     found, folders = {}, [""]
     while folders:

@@ -113,17 +113,19 @@ def test_an_item_that_is_none(tmp_path):
     twice(program, tmp_path, read=read)
 
 
-def test_metrics(tmp_path):
+@pytest.mark.parametrize("nested", [False, True])
+def test_metrics(tmp_path, nested):
     """`best_fn` ranks the steps, also those of an earlier manager."""
 
     def program(ocp, path):
         def best(metrics):
-            return metrics["loss"]
+            return metrics["eval"]["losses"][0] if nested else metrics["loss"]
 
         options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=best, best_mode="min")
         with ocp.CheckpointManager(path / "run", options=options) as manager:
             for step, loss in {1: 0.5, 2: 0.2, 3: 0.4, 4: 0.1}.items():
-                manager.save(step, args=ocp.args.StandardSave(tree()), metrics={"loss": loss})
+                metrics = {"eval": {"losses": [loss]}, "loss": -loss} if nested else {"loss": loss}
+                manager.save(step, args=ocp.args.StandardSave(tree()), metrics=metrics)
             manager.wait_until_finished()
             out = [manager.best_step(), manager.metrics(4), manager.all_steps()]
         options = ocp.CheckpointManagerOptions(best_fn=best, best_mode="min")

@@ -769,6 +769,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
             (TypeError, "custom_metadata", {"custom_metadata": {"x": object()}}),
             (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
             (TypeError, "one number", {"metrics": {"loss": object()}}),
+            (TypeError, "'a/b' must be one number", {"metrics": {"a": {"b": [1, object()]}}}),
             (TypeError, "must be str", {"metrics": {1: 2.0}}),
             (ValueError, "'int8' is not a floating-point dtype", {"dtype": np.int8}),
         ]
@@ -1764,6 +1765,7 @@ def test_metrics_of_any_kind_of_number(tmp_path, processes):
         "bf16": jnp.bfloat16(2.5),
         "one": jnp.ones((1,)),
         "inf": math.inf,
+        "nested": {"eval": [0.5, np.float32(0.25)], "by task": {"a": jnp.float32(2)}, "none": {}},
     }
     want = {
         **{name: given[name] for name in ("float", "int", "bool", "none", "text", "inf")},
@@ -1772,6 +1774,7 @@ def test_metrics_of_any_kind_of_number(tmp_path, processes):
         "jax": 3.0,
         "bf16": 2.5,
         "one": 1.0,
+        "nested": {"eval": [0.5, 0.25], "by task": {"a": 2.0}, "none": {}},
     }
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"n": 1}, metrics=given)

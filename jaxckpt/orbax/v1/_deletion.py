@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from jaxckpt._disk.commit import commit_of
@@ -59,7 +60,7 @@ def _delete_item(path: PathLike, found: Found, name: str) -> str:
     if found.record is None or found.record.item == name:
         why = "is the main one" if found.record else "was not saved by jaxckpt; delete it in Orbax"
         raise ValueError(f"item {name!r} of {path} {why}")
-    remove_item(found.storage, found.path, found.record, name)
+    remove_item(found.storage, found.path, found.record, name, check=int, held=nullcontext())
     return ""
 
 
