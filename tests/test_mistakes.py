@@ -149,6 +149,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: RESTORE("run", step=25),
         ("run/25: no such file", "contains 10, 20, 30"),
     ),
+    "a step of no run": (
+        lambda s: RESTORE("one", step=25),
+        ("one/25: no such file", "one is itself a checkpoint."),
+    ),
     "restore(step='best')": (
         lambda s: RESTORE("run", step="best"),
         ("restore: step must be an int, got 'best'",),

@@ -482,6 +482,8 @@ def neighbours(storage: Storage, path: str) -> str:
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
         return f"{parent} is not a directory."
-    near = [name for name in storage.entries(parent) if not names.is_temporary(name)]
+    if names.RECORD in (entries := storage.entries(parent)):
+        return f"{parent} is itself a checkpoint."
+    near = [name for name in entries if not names.is_temporary(name)]
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
     return f"{parent} contains {shown or 'nothing'}."
