@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import re
@@ -25,7 +26,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._save.snapshot import FileItem, Items, take_tree
 from jaxckpt.format import names
 from jaxckpt.storage import locate
-from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage, simulate
 from tests.commandline import cli, said_json
 from tests.strategies import same
 
@@ -435,6 +436,21 @@ def test_an_item_of_orbax_is_left_to_it(tmp_path):
         manager.delete(1, item="ema")
 
     assert jaxckpt.open(tmp_path / "1").items == ("ema", "state")
+
+
+def test_an_item_whose_deletion_cannot_begin_stays(tmp_path):
+    """As when the step cannot be held."""
+    url, storage, root = run_at(tmp_path, "disk")
+
+    def fail(verb, path):
+        if verb == "kind" and path == f"{root}/1":
+            raise OSError(errno.EIO, "no", path)
+
+    with pytest.raises(OSError, match="no"):
+        deletion(WatchedStorage(storage, fail), root).delete_item(1, "ema")
+
+    assert check_the_rest(url)
+    assert storage.kind(f"{root}/1/{names.DELETION_RECORD}") is None
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -70,8 +70,9 @@ def remove_item(
     left.pop(names.CHECKPOINT_METADATA, None)
     about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
     is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
-    with held:
+    with contextlib.ExitStack() as stack:
         try:
+            stack.enter_context(held)
             check()
         except BaseException:
             if is_new:

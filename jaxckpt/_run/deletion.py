@@ -277,12 +277,12 @@ class Deletion:
 
         Raises:
             CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
-            SaveFailed: another job owns the run; nothing was changed.
+            SaveFailed: another job owns the run; nothing is changed from then on.
         """
         found, check = self.check_item(number, item), self.owner.check
         assert found.record is not None  # checked
         check()
-        held = self.leases.protect(number)
+        held = self.leases.protect(number, changes=True)
         remove_item(self.index.storage, found.path, found.record, item, check=check, held=held)
         self.index.forget(number)
 
@@ -369,7 +369,8 @@ class Deletion:
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
             self.owner.check()
-            doomed = self._named_as_doomed(posixpath.basename(path))
+            self._check_unchanged(name := posixpath.basename(path))
+            doomed = self._named_as_doomed(name)
             commit_of(index.storage, path).set_aside(aside, check=self.owner.check, doomed=doomed)
         except SaveFailed as error:
             if self.owner.is_guest:  # until this job saves
@@ -380,6 +381,11 @@ class Deletion:
             index.report(f"step {number} is damaged and cannot be set aside ({error}): {why}")
             return
         index.report(f"step {number} is damaged and was set aside as {aside}: {why}")
+
+    def _check_unchanged(self, name: str) -> None:
+        """Raises SaveFailed if a command may still write into a step, by its name."""
+        if name in self.leases.leased(self.index.entries(), changes=True):
+            raise SaveFailed("a command is mending it, or deletes an item of it")
 
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:

@@ -45,8 +45,8 @@ def fork(
     Raises:
         StepExists: the new run has steps.
         CheckpointNotFound: no committed checkpoint at `src_step`.
-        CorruptCheckpoint: the checkpoint is damaged, as far as all but its arrays show; nothing was
-            created.
+        CorruptCheckpoint: the checkpoint is damaged, as far as all but its arrays show; the new run
+            has no step.
 
     Example:
         >>> import os, tempfile, jaxckpt
@@ -65,12 +65,10 @@ def fork(
         raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
     problems: list[CorruptCheckpoint] = []
     for source in steps_to_try(storage, where) or [where]:  # those of a run
-        found = find(storage, source)
         try:
+            found = find(storage, source)
             path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")
         except CorruptCheckpoint as error:
-            if now(storage).kind(found.path) is None or not looks_committed(storage, found.path):
-                raise CheckpointNotFound(f"{found.path} was deleted meanwhile") from error
             problems.append(error)
             continue
         if problems:
@@ -93,10 +91,16 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         transaction.commit({}, known=known, life=life, differences=found.differences, **about)
     except BaseException as error:
         transaction.abort()
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or (
+            isinstance(error, CorruptCheckpoint) and _is_gone(now(storage), found.path)
+        ):
             raise CheckpointNotFound(f"{found.path} was deleted meanwhile: {error}") from error
         _transaction.raise_save_error(path, error)
     return path
+
+
+def _is_gone(storage: Storage, path: str) -> bool:
+    return storage.kind(path) is None or not looks_committed(storage, path)
 
 
 def _name_of(found: Found, step: int | None) -> str:

@@ -55,7 +55,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list
         OSError: a storage failed.
     """
     theirs, path = find(good.storage, good.check_step(step)), bad.path(step)
-    if bad.has_record(step) and not bad.is_committed(step):  # it lost its commit marker
+    if bad.has(step, names.RECORD) and not bad.is_committed(step):  # it lost its commit marker
         return _complete(bad, theirs, step, check)
     ours = _find(bad.storage, path)
     is_alike = (

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 
 from jaxckpt._run.index import StepIndex, newest_saved
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
+from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity, is_like_step
 from jaxckpt.storage import Entry
@@ -18,20 +17,7 @@ from jaxckpt.storage import Entry
 
 def read_identity(index: StepIndex) -> Identity | None:
     """Reads whose steps a root has: in its file, or else in the record of its newest step."""
-    return _in_file(index) or _in_steps(index)
-
-
-def _in_file(index: StepIndex) -> Identity | None:
-    file = f"{index.root}/{names.RUN}"
-    try:
-        return run.decode(
-            run.Identity, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except CorruptCheckpoint as error:
-        index.report(f"{error}; the file is treated as missing")
-        return None
+    return index.small(Identity, names.RUN) or _in_steps(index)
 
 
 def _in_steps(index: StepIndex) -> Identity | None:
@@ -59,7 +45,7 @@ def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str
         entries: The entries of the directory; None if it does not exist.
         wanted: The id to write if the directory lacks an id; if "", a new id.
     """
-    known = _in_file(index) if entries is not None and names.RUN in entries else None
+    known = index.small(Identity, names.RUN) if names.RUN in (entries or ()) else None
     if known is not None:
         return known.id
     known = None if is_new(entries) else _in_steps(index)
@@ -79,12 +65,9 @@ def put_identity(index: StepIndex, identity: Identity) -> Identity:
     try:
         if index.storage.create(file, data):
             return identity
-        with suppress(CorruptCheckpoint):
-            there = run.decode(
-                run.Identity, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
-            )
-            if there.id != identity.id or there == identity:
-                return there
+        there = index.small(Identity, names.RUN)
+        if there is not None and (there.id != identity.id or there == identity):
+            return there
         index.storage.write(file, data)  # it is damaged, or the run was moved
     except OSError as error:
         if not is_full(error):  # the records of the steps have it too

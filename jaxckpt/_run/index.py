@@ -25,7 +25,7 @@ from jaxckpt._run.listing import Listing, shown, whole
 from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import jsontext, names, run, step
-from jaxckpt.format.run import StepNames, guess_names
+from jaxckpt.format.run import Owner, RootFile, StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, listed, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
@@ -453,6 +453,24 @@ class StepIndex:
         if all(number in self._infos for number in numbers):
             return [self._infos[number] for number in numbers]
         return at_once(self.info, numbers, self.storage)
+
+    def small(self, kind: type[RootFile], name: str) -> RootFile | None:
+        """Reads a small file of the root; None if it is missing, or damaged, which is reported."""
+        file, left = f"{self.root}/{name}", 2  # it may be overwritten at this moment
+        while True:
+            try:
+                data = self.storage.read(file, max_bytes=run.MAX_BYTES)
+                return run.decode(kind, data, file=file)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except CorruptCheckpoint as error:
+                if not (left := left - 1):
+                    self.report(f"{error}; the file is treated as missing")
+                    return None
+
+    def owner(self) -> Owner | None:
+        """Reads which job may commit; None if the owner's file is missing or damaged."""
+        return self.small(Owner, names.OWNER)
 
     def saved(self, number: int) -> Saved:
         """Reads how the run got to a step, from its record if it has one."""

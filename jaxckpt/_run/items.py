@@ -96,15 +96,15 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
 
 def _mapped(do: Callable[[str, Any], object], name: str, value: Any) -> Any:  # JSON, of metrics
     if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"names of metrics must be str, got {odd[0]!r}")
         return {key: _mapped(do, f"{name}/{key}" if name else key, v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_mapped(do, name, one) for one in value]
     return do(name, value)
 
 
-def _taken(name: Any, value: Any) -> object:
-    if not isinstance(name, str):
-        raise TypeError(f"names of metrics must be str, got {name!r}")
+def _taken(name: str, value: Any) -> object:
     if not isinstance(value, (str, bool, int, float, type(None))) and (
         math.prod(getattr(value, "shape", (2,))) != 1
     ):

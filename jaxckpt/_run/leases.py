@@ -12,11 +12,11 @@ import posixpath
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Lease
 
@@ -34,21 +34,14 @@ class Leases:
         self.doomed_file = f"{index.root}/{names.DOOMED}"
         self._leased: list[str] = []  # steps leased by this reader
 
-    def leased(self, entries: Iterable[str]) -> set[str]:
-        """Returns the steps under a lease, given the names in the root."""
-        leases = [self.read(name) for name in entries if names.is_lease(name)]
+    def leased(self, entries: Iterable[str], *, changes: bool = False) -> set[str]:
+        """Returns the steps under a lease, or under one to change, given the names in the root."""
+        leases = [self.read(name) for name in entries if names.is_lease(name, changes=changes)]
         return {lease.step for lease in leases if lease is not None}
 
     def read(self, entry: str) -> Lease | None:
         """Reads a lease; None if it has expired or the file is not a lease."""
-        file = f"{self.index.root}/{entry}"
-        try:
-            data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
-            lease = run.decode(run.Lease, data, file=file)
-        except FileNotFoundError:
-            return None
-        except CorruptCheckpoint as error:
-            self.index.report(f"{error}; it is ignored as not a lease")
+        if (lease := self.index.small(Lease, entry)) is None:
             return None
         # A lease that expires much later comes from a wrong clock. Ours may have jumped since then.
         steady_ns = _STARTED_NS + time.monotonic_ns()  # as if nobody had set the clock
@@ -57,33 +50,42 @@ class Leases:
         return lease if goes_on else None
 
     @contextlib.contextmanager
-    def protect(self, number: int) -> Iterator[bool]:
+    def protect(self, number: int, *, changes: bool = False) -> Iterator[bool]:
         """Protects a step from deletion; yields whether the step still exists.
 
         If the root is not writable, no lease is taken and the step may vanish.
+
+        Args:
+            changes: Whether the caller changes the step, which is then not set aside either.
         """
         step = posixpath.basename(self.index.path(number))
-        file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"
+        file = f"{self.index.root}/{names.lease(secrets.token_hex(8), changes=changes)}"
         written, ended = any(self._has_written(file, step) for _ in range(2)), threading.Event()
         renewal = threading.Thread(target=self._renew, args=(file, step, ended), daemon=True)
-        if written:
-            with contextlib.suppress(RuntimeError):  # a program that ends starts no more threads
-                renewal.start()
-        # A writer that dooms a step already leased by this reader will see the earlier lease.
-        there = self.index.is_committed(number) and (step in self._leased or self.is_staying(step))
-        if there and written:
-            self._leased.append(step)
+        # Called here, or at the end of a program that keeps this generator.
+        end = weakref.finalize(ended, self._end, file if written else "", renewal, ended.set)
+        there = False
         try:
+            if written:
+                with contextlib.suppress(RuntimeError):  # a program that ends starts no threads
+                    renewal.start()
+            # A writer that dooms a step already leased by this reader will see the earlier lease.
+            is_mine = step in self._leased
+            there = self.index.is_committed(number) and (is_mine or self.is_staying(step))
+            if there and written:
+                self._leased.append(step)
             yield there
         finally:
             if there and written:
                 self._leased.remove(step)
-            if written:
-                ended.set()
-                if renewal.ident is not None:
-                    renewal.join()
-                with contextlib.suppress(OSError):  # the lease will expire
-                    self.index.storage.delete(file)
+            end()
+
+    def _end(self, file: str, renewal: threading.Thread, stop: Callable[[], object]) -> None:
+        stop()
+        if renewal.is_alive() and renewal is not threading.current_thread():
+            renewal.join()
+        with contextlib.suppress(OSError):  # the lease will expire
+            self.index.storage.delete_files([file] if file else [])
 
     def _renew(self, file: str, step: str, ended: threading.Event) -> None:
         while not ended.wait(LEASE_S / 4):
@@ -112,9 +114,4 @@ class Leases:
 
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""
-        file = self.doomed_file
-        try:
-            data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
-            return run.decode(run.Doomed, data, file=file)
-        except (FileNotFoundError, CorruptCheckpoint):
-            return Doomed()
+        return self.index.small(Doomed, names.DOOMED) or Doomed()

@@ -423,11 +423,11 @@ class CheckpointManager:
         for root in self._roots:
             if not root.owner.is_guest or self.restored_step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, self.restored_step)
-        position = self._saver.position
-        position.later = range(self.restored_step + 1, (position.floor or 0) + 1)
         reading.set_objects(state)
         self._saver.comparisons.ask()
         if isinstance(reading, StateReading):
+            position = self._saver.position
+            position.later = range(self.restored_step + 1, (position.floor or 0) + 1)
             self._saver.timings.append(reading.meter.timing())
             restore_s = time.monotonic() - start_s
             self._saver.due.record(restore_s=restore_s)
@@ -654,8 +654,8 @@ class CheckpointManager:
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
         """Yields new steps in order as they are committed, for an evaluator in another process.
 
-        The step being yielded is protected from deletion for up to an hour. Steps that are both
-        committed and deleted in the meantime are skipped.
+        The step being yielded is protected from deletion until the next one is asked for. Steps
+        that are both committed and deleted in the meantime are skipped.
 
         Args:
             timeout_s: Ends after this long without a new step.

@@ -19,7 +19,6 @@ from jaxckpt._run.identity import identities_in, read_identity, with_id
 from jaxckpt._run.index import LISTINGS, StepIndex, at_once, metrics_of, saved_s
 from jaxckpt._run.ledger import read_ledger
 from jaxckpt._run.listing import Listing, existing_root, shown
-from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
@@ -162,7 +161,7 @@ def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
 
 def policy_of(index: StepIndex) -> KeepPolicy | None:
     """Returns the policy of the last writer, without `when`; None if unknown."""
-    owner = read_owner(index)
+    owner = index.owner()
     try:
         return None if owner is None or not owner.keep else KeepPolicy(**owner.keep)
     except (TypeError, ValueError):  # a newer jaxckpt's

@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -29,28 +29,10 @@ from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.leftovers import Leftovers
 from jaxckpt._run.listing import Listing, check_root
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
+from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner
 from jaxckpt.storage import Entry, Hold, together
-
-
-def read_owner(index: StepIndex) -> Owner | None:
-    """Reads which job may commit; None if the owner's file is missing or damaged."""
-    file = f"{index.root}/{names.OWNER}"
-
-    def read() -> Owner:
-        return run.decode(run.Owner, index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
-
-    try:
-        with contextlib.suppress(CorruptCheckpoint):  # it may be overwritten at this moment
-            return read()
-        return read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except CorruptCheckpoint as error:
-        index.report(f"{error}; the file is treated as missing")
-        return None
 
 
 @final
@@ -107,9 +89,7 @@ class Ownership:
             elif self._index.naming is None:
                 self._index.learn_naming(entries)  # may raise, so before anything is written
             identify = partial(self._identify, entries, run)
-            look = (
-                partial(read_owner, self._index) if names.OWNER in (entries or ()) else lambda: None
-            )
+            look = self._index.owner if names.OWNER in (entries or ()) else lambda: None
             *_, before = together(storage, [identify, self._lock, look])
             if self._hold is not None:
                 return self.take_over(before, entries or {})
@@ -144,7 +124,7 @@ class Ownership:
 
     def who(self) -> str:
         """Describes the job that owns the run."""
-        owner = read_owner(self._index)
+        owner = self._index.owner()
         if owner is None:
             return "unknown"
         return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
@@ -240,7 +220,7 @@ class Ownership:
         """
         if not self.token:
             raise SaveFailed(f"{self._index.root} belongs to a running job: {self.who()}")
-        owner = read_owner(self._index)
+        owner = self._index.owner()
         if owner is None or owner.token == self.token:
             return owner
         when = time.ctime(owner.opened_ns / 1e9)
@@ -252,7 +232,7 @@ class Ownership:
 
     def owns(self) -> bool:
         """Returns whether the owner's file names this job."""
-        owner = read_owner(self._index)
+        owner = self._index.owner()
         return owner is not None and owner.token == self.token
 
     def join(self, step: int | None = None) -> None:
@@ -267,18 +247,26 @@ class Ownership:
         """
         if self._hold is None and not self._closed:
             self._lock()
+        damaged = self._still_damaged()
         if self._hold is None:
-            self._leave_alone_if_ahead(step)
-        self.take_over(read_owner(self._index))
+            self._leave_alone_if_ahead(step, damaged)
+        self.take_over(self._index.owner())
         deletion = Deletion(self._index, self._leases, self)
-        while self.damaged:
-            number, (why, file) = self.damaged.popitem()
+        for number, (why, file) in damaged.items():
             deletion.set_aside(number, why, file=file)
+        self.damaged.clear()
 
-    def _leave_alone_if_ahead(self, step: int | None) -> None:
+    def _still_damaged(self) -> dict[int, tuple[str, str | None]]:
+        """Returns what the other job has neither mended nor saved anew meanwhile."""
+        from jaxckpt._run.scrub import look  # slow to import, and seldom used
+
+        looked = {number: look(self._leases, number) for number in self.damaged}
+        return {n: self.damaged[n] for n, found in looked.items() if found and found.damaged}
+
+    def _leave_alone_if_ahead(self, step: int | None, damaged: Container[int]) -> None:
         listing = self._index.listing()
         newest = self._newest(listing)
-        is_new = step in (None, *self.damaged) or self._index.state(listing, step) is None
+        is_new = step is None or step in damaged or self._index.state(listing, step) is None
         if newest <= self.seen and is_new:
             return
         known = f"only up to step {self.seen}" if self.seen >= 0 else "without any step"

@@ -17,7 +17,7 @@ from typing import Final, final
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import names, run
-from jaxckpt.format.run import StepNames
+from jaxckpt.format.run import Identity, StepNames
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode_record
 from jaxckpt.storage import Entry, Storage, now
 from jaxckpt.storage._ahead import Ahead
@@ -78,11 +78,9 @@ class Peers:
 
         storage, at = peer_storage(url)
         for home in (at, f"{at}/{self.guest}"):
-            with suppress(FileNotFoundError):
-                file = f"{home}/{names.RUN}"
-                data = storage.read(file, max_bytes=run.MAX_BYTES)
-                if run.decode(run.Identity, data, file=file).id == self.run:
-                    yield from self._roots_in(storage, home)
+            found = StepIndex(storage, home).small(Identity, names.RUN)
+            if found is not None and found.id == self.run:
+                yield from self._roots_in(storage, home)
 
     def _roots_in(self, storage: Storage, home: str) -> Iterator[StepIndex]:
         with suppress(FileNotFoundError):  # the run of a single process

@@ -226,7 +226,7 @@ class Resume:
             attempt = read()
             if attempt.problem is not None and not copy.is_united:
                 attempt = read()  # damaged only if seen twice
-            if attempt.is_corrupt and self._mends_with(copy, damaged):
+            if damaged and self._mends_with(attempt, damaged):
                 attempt = read()
             if attempt.problem is None:
                 # Only now: a run with only damaged steps must not come to look like a new one.
@@ -255,16 +255,20 @@ class Resume:
             + "\nNothing was changed. To start over, use another directory or move the steps away."
         )
 
-    def _mends_with(self, copy: Copy, damaged: Sequence[_Attempt]) -> bool:
+    def _mends_with(self, bad: _Attempt, damaged: Sequence[_Attempt]) -> bool:
         """Mends a step from another copy, which is damaged, too; the same in every process."""
-        same = [one.copy for one in damaged if one.copy.step == copy.step]
-        others = [self.roots[one.root] for one in same if not one.is_united]
-        if copy.is_united or not (self.writes and others):
+
+        def is_bad(one: _Attempt) -> bool:  # a united copy is mended from the disks
+            return one.is_corrupt and not (one.is_marked or one.copy.is_united)
+
+        same = [one for one in damaged if one.copy.step == bad.copy.step]
+        others = [self.roots[one.copy.root] for one in same if is_bad(one)]
+        if not (self.writes and is_bad(bad) and others):
             return False
         name, limit_s = f"manager {self._name}/mended", self.timeout_s
         with leading(self.processes, name, where=self._name, timeout_s=limit_s) as led:
             if self.processes.index == 0:
-                led.value = self.roots[copy.root].mend_with(copy.step, others[0])
+                led.value = self.roots[bad.copy.root].mend_with(bad.copy.step, others[0])
         return led.value
 
     def _try(

@@ -201,18 +201,20 @@ class Root:
         path = self.index.path(step)
         try:
             self.owner.check()
-            with self.leases.protect(step):  # against a deletion meanwhile
+            with self.leases.protect(step, changes=True):  # against a deletion meanwhile
                 files = heal(self.index, good, step, self.owner.check)
         except (CheckpointError, OSError) as error:
             self.index.report(f"step {step} in {self.index.root} cannot be mended: {error}")
             return False
-        self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
+        if files:
+            self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
         return True
 
     def mend_with(self, step: int, other: Root) -> bool:
         """Mends a damaged step where the other root has a damaged copy of it, too."""
+        may_mend = other.group.leads and bool(other.owner.token)
         return self.mend(step, other.index) or (
-            other.mend(step, self.index) and self.mend(step, other.index)
+            may_mend and other.mend(step, self.index) and self.mend(step, other.index)
         )
 
     def mend_part(self, directory: Root, step: int) -> None:
@@ -223,7 +225,7 @@ class Root:
             return  # process 0 heals the step with its own part
         bad = directory.index
         try:
-            with self.leases.protect(step):
+            with self.leases.protect(step), directory.leases.protect(step, changes=True):
                 files = replace_part(bad, self.index, step)
         except (CheckpointError, OSError) as error:
             bad.report(

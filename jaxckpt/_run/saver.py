@@ -302,6 +302,7 @@ class Saver:
         # Raised in here because another process may not know of these errors and save.
         raise_first(errors)
         self.position.check(given.step, self._saving())
+        self.position.later = range(0)  # then nothing later is left
         given.custom_metadata = check_metadata(given.custom_metadata)
         self._take(given, meter)
 
@@ -418,11 +419,12 @@ class Saver:
 
     def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
         """Reports the first step that lacks the metric of the policy."""
-        if wanted in metrics or self._lacked_metric:
+        has_it = not isinstance(metrics.get(wanted), Mapping | list | tuple | str | None)
+        if has_it or self._lacked_metric:
             return
         self._lacked_metric = True
         self._index.report(
-            f"step {step} lacks the metric {wanted!r} that KeepPolicy ranks by; it has "
+            f"step {step} has no number for the metric {wanted!r} that KeepPolicy ranks by; it has "
             f"{', '.join(metrics) or 'none'}. While no step has it, `best` keeps all steps. Later "
             "steps that lack it are not reported."
         )

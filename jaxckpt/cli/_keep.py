@@ -278,7 +278,7 @@ def plan(
             continue
         if step.problem is not None:
             what = "unreadable" if step.unreadable else "incomplete"
-            keep[step.step] = (f"{what}: see `jaxckpt scrub`",)
+            keep[step.step] = (f"{what}: see `jaxckpt scrub` and `heal`",)
         elif not _is_ours(step):
             keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
     return Plan(

@@ -169,7 +169,6 @@ def upload(
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
-    from jaxckpt._run.owner import read_owner
     from jaxckpt._run.upload import missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
@@ -181,10 +180,10 @@ def upload(
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))
         join(target, source)
-        done, trusted, owner = [], dict[str, int](), read_owner(target)
+        done, trusted, owner = [], dict[str, int](), target.owner()
 
         def fence() -> None:
-            if read_owner(target) != owner:
+            if target.owner() != owner:
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
         for step in steps or missing_steps(source, target):
@@ -238,7 +237,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
             if not (run.index.has_record(step) if report is None else report.damaged):
                 continue
             try:
-                with run.leases.protect(step):  # no later job saves a step of its number
+                with run.leases.protect(step, changes=True):  # against a later job's
                     mended[step] = heal_step(run.index, good, step, run.owner.check)
             except (CheckpointError, OSError) as error:
                 failed[step] = str(error)

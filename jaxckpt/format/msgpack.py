@@ -39,9 +39,9 @@ _EXT_SCALAR: Final = 3
 _EXT_TUPLE: Final = 4
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
-# A dict that is empty or whose first key is text, or an array.
+# A dict that is empty or whose first key is text or below 32, or an array.
 _HEAD: Final = re.compile(
-    rb"(?s)([\x80-\x8f]|\xde..|\xdf....)([\xa0-\xbf\xd9-\xdb]|$)|[\xc7-\xc9\xd4-\xd8]"
+    rb"(?s)([\x81-\x8f]|\xde..|\xdf....)[\x00-\x1f\xa0-\xbf\xd9-\xdb]|\x80$|[\xc7-\xc9\xd4-\xd8]"
 )
 _REFUSALS: Final = ValueError, TypeError, OverflowError, RecursionError, MemoryError
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")

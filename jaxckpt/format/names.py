@@ -87,6 +87,7 @@ ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
 OLD_ROOT_METADATA_FILE: Final = "metadata"  # until Orbax 0.9
 _LEASE: Final = "_jaxckpt.lease-"
+_CHANGE: Final = f"{_LEASE}change-"
 _PART: Final = "_jaxckpt.part_"
 _SHARE: Final = "share_"
 _GUEST: Final = "run-"  # never the name of a step, whatever follows
@@ -206,13 +207,17 @@ def is_set_aside(name: str) -> bool:
     return _SET_ASIDE in name
 
 
-def lease(token: str) -> str:
-    """Returns the file in a run's root that keeps a step from being deleted while it is read."""
-    return f"{_LEASE}{token}"
+def lease(token: str, *, changes: bool = False) -> str:
+    """Returns the file in a run's root that keeps a step from being deleted while it is read.
+
+    Args:
+        changes: Whether the step is being changed, so that it must not be set aside either.
+    """
+    return f"{_CHANGE if changes else _LEASE}{token}"
 
 
-def is_lease(name: str) -> bool:
-    return name.startswith(_LEASE)
+def is_lease(name: str, *, changes: bool = False) -> bool:
+    return name.startswith(_CHANGE if changes else _LEASE)
 
 
 def process_file(index: int, count: int) -> str:

@@ -210,7 +210,7 @@ class Lease:
 
 
 _TYPES: Final = {"str": str, "str | None": str, "int": int, "Sequence[str]": list}
-_Record = TypeVar("_Record", Identity, Owner, Doomed, Lease)
+RootFile = TypeVar("RootFile", Identity, Owner, Doomed, Lease)
 
 
 def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
@@ -218,7 +218,7 @@ def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
     return jsontext.dumps({name: value for name, value in top.items() if value is not None})
 
 
-def decode(kind: type[_Record], data: bytes, *, file: str) -> _Record:
+def decode(kind: type[RootFile], data: bytes, *, file: str) -> RootFile:
     """Decodes what `encode` made; names of steps that are none are left out."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     values: dict[str, Any] = {}

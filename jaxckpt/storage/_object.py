@@ -60,6 +60,7 @@ _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
 # A peer that is late by so much is left out, since there is another place to read from.
 _PEER: Final = StoreSettings(timeout_s=60.0, stall_s=10.0, tries=1)
+_DELETED_AT_ONCE = {"az": 256, "s3": 1000}  # in one request of the client
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
@@ -316,17 +317,13 @@ class ObjectStorage(WithoutDirectories):
             self._delete(paths[0], [*map(self._key, paths)])
 
     def _delete(self, path: str, keys: Sequence[str]) -> None:
-        def delete(one: str | Sequence[str]) -> None:
-            obs().delete(self._store, one)
+        def delete(some: Sequence[str]) -> None:
+            with contextlib.suppress(FileNotFoundError):  # the others in the request are deleted
+                self.requests.change("delete", path, lambda: obs().delete(self._store, some))
 
-        def delete_one(key: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.requests.change("delete", path, partial(delete, key))
-
-        try:
-            self.requests.change("delete", path, partial(delete, list(keys)))
-        except FileNotFoundError:  # some stores then leave the others
-            all_of(callers(), [partial(delete_one, key) for key in keys])
+        # Never twice because one is missing: another writer may have created it between the two.
+        each = _DELETED_AT_ONCE.get(self.scheme, 1)
+        all_of(callers(), [partial(delete, keys[n : n + each]) for n in range(0, len(keys), each)])
 
     # --- locks -------------------------------------------------------------------------------
 

@@ -705,7 +705,7 @@ def test_a_step_without_permission_is_listed_as_unreadable(root, monkeypatch):
         assert f"step 200 cannot be read: [Errno 13] Permission denied: '{root}/200'" in lines
     planned = said_json("gc", root, "--last", 1, "--dry-run")[1]
     assert planned["delete"] == [100]
-    assert {"step": 200, "why": ["unreadable: see `jaxckpt scrub`"]} in planned["keep"]
+    assert {"step": 200, "why": ["unreadable: see `jaxckpt scrub` and `heal`"]} in planned["keep"]
 
 
 # --- errors, terminals, processes -----------------------------------------------------------------

@@ -385,7 +385,7 @@ def test_gc_counts_and_deletes_whole_steps_of_jaxckpt_only(root, golden):
     of_orbax = plan(orbax, jaxckpt.KeepPolicy(last=1), now_s=time.time())
 
     assert planned.delete == (100, 200, 300)
-    assert planned.keep[600] == ("incomplete: see `jaxckpt scrub`",)
+    assert planned.keep[600] == ("incomplete: see `jaxckpt scrub` and `heal`",)
     assert planned.keep[500] == ("newest", "last 2")
     assert of_orbax.delete == ()
     assert all("not written by jaxckpt" in why for why in of_orbax.keep.values())

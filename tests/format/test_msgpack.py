@@ -129,6 +129,7 @@ def test_reads_a_train_state_of_flax() -> None:
     got = decode(data)
 
     assert is_like_tree(data[:8])
+    assert is_like_tree(packed({0: 1.0})[:8])
     assert same(got, {**tree, "params": {"w": np.asarray(tree["params"]["w"])}})
 
 

@@ -855,6 +855,13 @@ def test_a_step_after_the_one_restored_by_hand_stays_with_a_warning(tmp_path, st
         assert all("manager.delete" in text and "jaxckpt.fork" in text for text in told)
         assert same(manager.restore(step=2), state(2))
 
+        settle(manager, processes)
+        for step in (3, 4):
+            manager.delete(step)
+        manager.save(3, state(8)).result()  # its own, not one from before
+        assert manager.save(3, state(8)) is None
+        assert manager.problems == told
+
 
 @as_processes
 def test_a_restart_may_save_the_step_that_it_restored(tmp_path, state, processes):
@@ -1799,7 +1806,9 @@ def test_metrics_that_rank_nothing(tmp_path, processes):
         assert manager.restore(step="best") == {"n": 4}
         assert math.isnan(manager.metrics(2)["loss"])
         assert manager.metrics(3) == {}
-        assert [p for p in manager.problems if "lacks the metric 'loss'" in p] == manager.problems
+        assert [
+            p for p in manager.problems if "has no number for the metric 'loss'" in p
+        ] == manager.problems
         assert len(manager.problems) == 1
         assert "step 3" in manager.problems[0]
 
@@ -1843,7 +1852,7 @@ def test_no_step_goes_while_none_has_the_metric(tmp_path, processes, caplog):
         assert manager.all_steps() == [1, 2, 3, 4, 5]
         [problem] = manager.problems
         assert problem.startswith(
-            "step 1 lacks the metric 'lss' that KeepPolicy ranks by; it has loss"
+            "step 1 has no number for the metric 'lss' that KeepPolicy ranks by; it has loss"
         )
         meet(processes)
         manager.save(6, {"n": 6}, metrics={"lss": 1})

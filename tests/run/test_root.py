@@ -8,6 +8,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -401,15 +403,26 @@ def world(request, ram_path):
     return World(MemoryStorage(), f"/{uuid.uuid4()}")
 
 
-def test_a_guest_saves_a_damaged_step_anew(world):
-    """The job that holds the lock stands still; a step that nobody can read is none of its own."""
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_guest_saves_a_damaged_step_anew(world, mended):
+    """The job that holds the lock stands still; unless it has mended the step meanwhile."""
     first, second = world.run(), world.run()
     first.owner.open()
     world.add("4", "5")
+    files = {"lost": step.FileFacts(size=1)}
+    bad = Record(writer="jaxckpt", token=TOKEN, files=files, lineage={}, name="")
+    world.write(f"5/{names.RECORD}", step.encode_record(bad))
     second.owner.open()
     assert second.owner.is_guest
     second.deletion.set_aside(5, "damaged", file=f"{world.root}/5/{names.RECORD}")
     assert second.index.steps() == [4, 5]
+    if mended:
+        world.write("5/lost")
+        world.write("5/metrics/metrics", b"{}")
+        with pytest.raises(SaveFailed, match="which has saved step 5"):
+            second.owner.join(5)
+        assert first.owner.check()
+        return
 
     second.owner.join(5)
 
@@ -1552,7 +1565,7 @@ def test_a_lease_holds_when_the_clock_of_the_writer_jumps(disk, monkeypatch, day
 
 
 def test_a_lease_keeps_a_step_until_it_expires(world):
-    """Leases of dead readers expire; a file that is not a lease keeps nothing."""
+    """Leases of dead readers expire; a file that is none keeps nothing."""
     world.add("1", "2", "3")
     now_ns = time.time_ns()
     world.write(names.lease("a"), run.encode(Lease(step="1", expires_ns=now_ns + 10**12)))
@@ -1562,7 +1575,7 @@ def test_a_lease_keeps_a_step_until_it_expires(world):
 
     assert found.deletion.delete([1, 2, 3]) == [2, 3]
     assert found.deletion.why_not(1) == "a reader holds it"
-    assert any("not a lease" in problem for problem in found.index.problems)
+    assert any("treated as missing" in problem for problem in found.index.problems)
 
 
 def test_a_lease_says_how_long(world):
@@ -1584,6 +1597,58 @@ def test_a_lease_says_how_long(world):
         read()
 
     assert world.entries() == {"1"}
+
+
+def test_a_step_that_is_being_changed_is_not_set_aside(world):
+    """Its number would be free, and what `heal` writes late would spoil the next step of it."""
+    world.add("1", "2")
+    found = world.run()
+    with found.leases.protect(2):  # a reader has no use for a damaged step
+        found.deletion.set_aside(2, "why", file=f"{world.root}/2/{names.RECORD}")
+    with found.leases.protect(1, changes=True):
+        found.deletion.set_aside(1, "why", file=f"{world.root}/1/{names.RECORD}")
+
+    assert found.index.steps() == [1]
+    assert "It stays there: a command is mending it" in found.index.problems[-1]
+    assert not found.leases.leased(world.entries(), changes=True)
+
+
+def test_no_lease_stays_after_an_error(disk):
+    """Nor its thread, which would renew it as long as the process lives."""
+    disk.add("1")
+
+    def fail(verb, path):
+        if (verb, path) == ("kind", f"{disk.root}/1"):
+            raise OSError(errno.EIO, "no", path)
+
+    with (
+        pytest.raises(OSError, match="no"),
+        disk.run(WatchedStorage(disk.storage, fail)).leases.protect(1),
+    ):
+        pass
+
+    assert disk.entries() == {"1"}
+    assert not any("_renew" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("kept", ["global", "traceback"])
+def test_a_program_that_ends_while_it_reads_ends_its_lease(disk, kept):
+    """Its generator lives until the interpreter takes the modules apart."""
+    disk.add("1")
+    code = (
+        "from jaxckpt._run.index import StepIndex; from jaxckpt._run.leases import Leases\n"
+        "from jaxckpt.storage import locate\n"
+        "def read():\n"
+        f"    reads = Leases(StepIndex(*locate({disk.root!r}))).protect(1)\n"
+        "    reads.__enter__(); print('reading', flush=True); return reads, 1 / fails\n"
+        f"fails = {kept != 'traceback'}; reads = read()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+
+    assert done.stdout == "reading\n"
+    assert ("ZeroDivisionError" in done.stderr) == (kept == "traceback")
+    assert "Exception ignored" not in done.stderr
+    assert disk.entries() == {"1"}
 
 
 def test_a_lease_that_cannot_be_read_keeps_all(disk):

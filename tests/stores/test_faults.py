@@ -441,7 +441,9 @@ def test_of_many_saves_one_wins(request, use_store, zygote, trial, name):  # noq
             zygote.start(children.race_to_save, f"{url}/{n}", server.env, WRITERS)
             said, status = zygote.answers()
             assert (status, len(said)) == (0, WRITERS)
-            [won] = [one["writer"] for one in said if not one["error"]]
+            winners = [one["writer"] for one in said if not one["error"]]
+            assert len(winners) == 1, [one["error"] for one in said]
+            [won] = winners
             for error in {one["error"] for one in said} - {""}:
                 assert re.search("exist|other writer|another writer", error), error
             assert is_state(jaxckpt.restore(f"{url}/{n}"), won)

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from urllib.parse import unquote
 
 import numpy as np
@@ -104,6 +105,20 @@ def test_the_root_of_a_bucket_is_a_directory(server, root):
     storage, path = locate(root.rpartition("/")[0])
 
     assert storage.kind(path) == "dir"
+
+
+def test_no_object_is_deleted_twice_because_another_is_missing(gcs_server, proxied):
+    """Between the two, another writer may have created it anew."""
+    server, proxy = proxied(gcs_server)
+    url = f"gs://{server.bucket}"
+    storage, path = locate(f"{url}/here")
+    storage.create(path, b"1")
+
+    storage.delete_files([f"{url}/missing", path, f"{url}/missing too"])
+
+    assert storage.kind(path) is None
+    deleted = Counter(one.path for one in proxy.requests.all(method="DELETE"))
+    assert {n for path, n in deleted.items() if ".jaxckpt-tmp-" not in path} == {1}
 
 
 # --- locks -------------------------------------------------------------------------------------
