@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import jax
 from etils import epath
 
-from jaxckpt import SaveFailed, StepExists, save
+from jaxckpt import SaveFailed, SaveHandle, StepExists, save
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
@@ -241,6 +241,12 @@ class Ours(AsyncCheckpointHandler):
         if cls.__module__ != f"{__package__}.handlers":
             return super().typestr()
         return f"orbax.checkpoint._src.handlers.{cls._MODULE}.{cls.__qualname__}"
+
+
+def on_commit(handle: SaveHandle, call: Callable[[], object] | None) -> None:
+    """Calls a function, if there is one, once a save is committed."""
+    if call is not None:
+        handle.on_end(lambda ended: call() if ended.timing else None)
 
 
 @contextlib.contextmanager

@@ -91,13 +91,9 @@ class Checkpointer(AbstractCheckpointer):
             self._saving = save_async(directory, several, **more, **flat)
         except StepExists as error:
             raise DestinationExists(f"{error}") from error
-        self._saving.on_end(self._committed)
+        _handling.on_commit(self._saving, self._on_commit)
         if not self._is_async:
             self._wait()
-
-    def _committed(self, handle: SaveHandle) -> None:
-        if handle.timing is not None and self._on_commit is not None:
-            self._on_commit()
 
     def _wait(self) -> None:
         if self._saving is None:

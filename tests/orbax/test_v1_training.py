@@ -234,6 +234,20 @@ def test_permissions_of_directories(tmp_path):
     assert twice(program, tmp_path, api="v1")["run/1"] == "drwx------"
 
 
+def test_the_callback_of_each_commit(tmp_path):
+    """Also of a step that replaces another one, or is below the newest."""
+
+    def program(ocp, path):
+        called, saved = [], []
+        options = ocp.options.AsyncOptions(post_finalization_callback=lambda: called.append(1))
+        with ocp.training.Checkpointer(path, context=ocp.Context(async_options=options)) as c:
+            for step, more in ((1, {}), (2, {}), (2, {"overwrite": True}), (0, {"force": True})):
+                saved.append((c.save(step, TREE, **more), len(called)))
+        return saved
+
+    assert twice(program, tmp_path, api="v1") == [(True, n) for n in range(1, 5)]
+
+
 def test_cancel_and_callbacks(tmp_path):
     """A cancelled save leaves no step and raises nothing later."""
     called = []

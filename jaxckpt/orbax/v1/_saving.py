@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from jaxckpt import SaveHandle, StepExists
-from jaxckpt import save as save_checkpoint
 from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import Items
 from jaxckpt.format import names
-from jaxckpt.orbax._handling import as_raised, several
+from jaxckpt.orbax._handling import as_raised, on_commit, several
 from jaxckpt.orbax.policies import warn_once
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
@@ -70,7 +69,7 @@ class SaveResponse(AsyncResponse):
 
     def on_complete(self, callback: Callable[[Any], None]) -> None:
         """Calls a function once the checkpoint is committed."""
-        self.handle.on_end(lambda ended: callback(self._value) if ended.timing else None)
+        on_commit(self.handle, lambda: callback(self._value))
 
 
 @contextlib.contextmanager
@@ -116,7 +115,7 @@ def with_metrics(items: Items, metrics: Any) -> Items:
 
 
 def save(path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:
-    """Saves a tree, with the options of `save_checkpointables`.
+    """Saves a tree, with the options of `save_checkpointables_async`.
 
     Raises:
         ValueError: there is something at `path`, or a leaf cannot be stored.
@@ -137,19 +136,9 @@ def named(name: str, state: Any) -> dict[str, Any]:
     return {name: state}
 
 
-def save_checkpointables(
-    path: PathLike,
-    checkpointables: dict[str, Any],
-    *,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
-) -> None:
-    """Saves several items as one checkpoint."""
-    with translated():
-        more: Any = {"overwrite": replaces(overwrite), "custom_metadata": custom_metadata}
-        save_checkpoint(path, items(checkpointables), **more)
-    if callback := get_context().asynchronous.post_finalization_callback:
-        callback()
+def save_checkpointables(path: PathLike, checkpointables: dict[str, Any], **options: Any) -> None:
+    """Saves several items as one checkpoint, with the options of `save_checkpointables_async`."""
+    save_checkpointables_async(path, checkpointables, **options).result()
 
 
 def save_checkpointables_async(
@@ -163,8 +152,7 @@ def save_checkpointables_async(
     with translated():
         more: Any = {"overwrite": replaces(overwrite), "custom_metadata": custom_metadata}
         response = SaveResponse(start_checkpoint(path, items(checkpointables), **more))
-    if callback := get_context().asynchronous.post_finalization_callback:
-        response.on_complete(lambda _: callback())
+    on_commit(response.handle, get_context().asynchronous.post_finalization_callback)
     return response
 
 

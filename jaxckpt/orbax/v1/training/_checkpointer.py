@@ -14,6 +14,7 @@ from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.index import run_metadata
 from jaxckpt._run.manager import saver_of
 from jaxckpt.orbax import policies
+from jaxckpt.orbax._handling import on_commit
 from jaxckpt.orbax._run import Run
 from jaxckpt.orbax.options import CheckpointManagerOptions
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
@@ -200,6 +201,7 @@ class Checkpointer(Run):
             overwrite=_saving.replaces(step in self._steps),
             custom_metadata=custom_metadata,
         )
+        on_commit(handle, self._context.asynchronous.post_finalization_callback)
         self._count(handle, step, metrics)
         return SaveResponse(handle, value=True)
 
