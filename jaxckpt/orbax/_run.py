@@ -154,9 +154,12 @@ class Run(Closing):
 
     def _close(self) -> None:
         """Waits for the saves under way, and gives the run back."""
-        if self._writer is not None:
-            with _handling.as_raised():
-                _close_run(self._writer, self._index)
+        try:
+            if self._writer is not None:
+                with _handling.as_raised():
+                    _close_run(self._writer, self._index)
+        finally:
+            self.reload()
 
 
 _open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root

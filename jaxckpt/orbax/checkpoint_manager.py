@@ -297,7 +297,6 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         try:
             self._close()
         finally:
-            self.reload()
             self._handler.close()
 
 

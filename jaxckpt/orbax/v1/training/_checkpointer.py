@@ -9,7 +9,7 @@ from typing import Any, final
 
 from etils import epath
 
-from jaxckpt import CheckpointManager, SaveFailed
+from jaxckpt import SaveFailed
 from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.index import run_metadata
 from jaxckpt._run.manager import saver_of
@@ -72,14 +72,8 @@ class Checkpointer(Run):
             file_options=self._context.file,
         )
         super().__init__(directory, options, run_metadata=custom_metadata)
-        self._ended = False
         if custom_metadata:
             self._open()
-
-    def _open(self) -> CheckpointManager:
-        if self._ended:
-            raise ValueError(f"the Checkpointer of {self.directory} is closed")
-        return super()._open()
 
     # --- the steps -------------------------------------------------------------------------------
 
@@ -300,12 +294,10 @@ class Checkpointer(Run):
         self._finish()
 
     def close(self) -> None:
-        """Waits until all saves have ended, and gives the run back."""
+        """Waits until all saves have ended, and gives the run back; a later save takes it again."""
         try:
-            if not self._ended:
-                self.wait()
+            self.wait()
         finally:
-            self._ended = True
             self._close()
 
     save_pytree, save_pytree_async = renamed(save), renamed(save_async)
