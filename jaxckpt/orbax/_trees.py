@@ -137,13 +137,15 @@ def _may_be_key_data(leaf: Any) -> bool:
 
 def _as_key(leaf: Any, saved: Any) -> Any:
     """Returns a target for a saved PRNG key, which Orbax describes by the key's data."""
-    if not (_may_be_key_data(leaf) and _is_key(saved)):
+    if not _may_be_key_data(leaf) or data_of(saved) is saved:
         return leaf
     return _placed(saved.shape, saved.dtype, _cut(leaf.sharding, len(saved.shape)))
 
 
-def _is_key(saved: Any) -> bool:
-    return isinstance(saved, jax.ShapeDtypeStruct) and not isinstance(saved.dtype, np.dtype)
+def data_of(saved: Any) -> Any:
+    """Returns a leaf as Orbax describes it: a PRNG key as its data."""
+    is_key = isinstance(saved, jax.ShapeDtypeStruct) and not isinstance(saved.dtype, np.dtype)
+    return jax.eval_shape(jax.random.key_data, saved) if is_key else saved
 
 
 def _is_free(leaf: Any) -> bool:
@@ -345,8 +347,7 @@ def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
     sharding = sharding_of(args)
-    if _is_key(saved) and kind is np.ndarray:
-        data = jax.eval_shape(jax.random.key_data, saved)
+    if kind is np.ndarray and (data := data_of(saved)) is not saved:
         return _zeros(data.shape, data.dtype)
     if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxckpt import Checkpoint
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
@@ -22,7 +23,6 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import path_text
 from jaxckpt.orbax import _trees
 from jaxckpt.storage import locate
-from jaxckpt.types import LeafInfo
 
 
 @dataclass
@@ -160,36 +160,45 @@ class ShardingMetadata:
         if missing := [i for i in ids if i not in devices]:
             raise ValueError(f"devices {missing} do not exist here: {self.saved}")
         mesh = np.array([devices[i] for i in ids]).reshape(self.saved.axis_sizes)
-        return NamedSharding(Mesh(mesh, self.saved.axis_names), PartitionSpec(*self.saved.spec))
+        types = tuple(AxisType[kind] for kind in self.saved.axis_types) or None
+        mesh = Mesh(mesh, self.saved.axis_names, axis_types=types)
+        return NamedSharding(mesh, PartitionSpec(*self.saved.spec))
 
 
 def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
     """Describes a tree; FileNotFoundError if there is none."""
     found = open_checkpoint(directory)
-    tree = _trees.plain(found.abstract())
 
-    def describe(path: _trees.Names, leaf: Any) -> Any:
-        return _of_leaf(".".join(path), directory, leaf, found.leaves.get(path_text(path)))
+    def describe(path: _trees.Names, leaf: Any, *stored: Any) -> Any:
+        where = ".".join(path), directory
+        if isinstance(leaf, (str, bytes)):
+            return StringMetadata(*where)
+        if isinstance(leaf, (bool, int, float)):
+            return ScalarMetadata(*where, dtype=np.asarray(leaf).dtype)
+        sharding, storage = stored
+        return ArrayMetadata(*where, tuple(leaf.shape), sharding, leaf.dtype, storage)
 
-    return TreeMetadata(_trees.map_named(describe, tree), custom_of(found))
-
-
-def _of_leaf(name: str, directory: Any, leaf: Any, saved: LeafInfo | None) -> Any:
-    if isinstance(leaf, (str, bytes)):
-        return StringMetadata(name, directory)
-    if isinstance(leaf, (bool, int, float)):
-        return ScalarMetadata(name, directory, dtype=np.asarray(leaf).dtype)
-    described, storage = of_array(saved)
-    return ArrayMetadata(name, directory, tuple(leaf.shape), described, leaf.dtype, storage)
+    return TreeMetadata(map_leaves(found, describe), custom_of(found))
 
 
-def of_array(saved: LeafInfo | None) -> tuple[ShardingMetadata | None, Any]:
-    """Describes how an array was sharded and how it is stored."""
-    if saved is None or saved.chunk_shape is None:
-        return None, None
-    written = None if saved.kind == "numpy" else saved.chunk_shape
-    sharding = saved.saved_sharding and ShardingMetadata(saved.saved_sharding)
-    return sharding, StorageMetadata(saved.inner_shape or saved.chunk_shape, written)
+def map_leaves(found: Checkpoint, describe: Callable[..., Any]) -> Any:
+    """Describes each leaf by its names, its shape and dtype, its sharding and its storage."""
+
+    def described(path: _trees.Names, leaf: Any) -> Any:
+        data, sharding = _trees.data_of(leaf), None
+        saved = found.leaves.get(path_text(path))
+        if saved is None or saved.chunk_shape is None:
+            return describe(path, data, None, None)
+        if (given := saved.saved_sharding) is not None:
+            # A key has fewer dimensions than its data, which is what is stored.
+            more = () if data is leaf or given.is_single_device else [None] * data.ndim
+            spec = (*given.spec, *more)[: data.ndim]
+            sharding = ShardingMetadata(replace(given, spec=spec))
+        written = None if saved.kind == "numpy" else saved.chunk_shape
+        storage = StorageMetadata(saved.inner_shape or saved.chunk_shape, written)
+        return describe(path, data, sharding, storage)
+
+    return _trees.map_named(described, _trees.plain(found.abstract()))
 
 
 def found_at(path: str | os.PathLike[str]) -> Found:

@@ -12,6 +12,9 @@ import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 from flax.training import orbax_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint.experimental import v1 as theirs_v1
 
 import jaxckpt
 import jaxckpt.orbax as ours
@@ -169,6 +172,30 @@ def test_targets_that_describe_what_jax_makes_of_the_values(tmp_path):
         return found, other.restore(path / "a", restore_args=args), described.shape, described.dtype
 
     twice(program, tmp_path)
+
+
+def test_metadata_describes_a_key_by_its_data(tmp_path, mesh):
+    """Its shape, dtype and sharding, of which restore args make the same key."""
+    keys = jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(mesh, P("x")))
+
+    def program(ocp, path):
+        ocp.PyTreeCheckpointer().save(path / "a", {"keys": keys, "key": jax.random.key(2)})
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=ocp.args.StandardSave({"keys": keys}))
+
+    def read(ocp, path):
+        checkpointer, v1 = ocp.PyTreeCheckpointer(), {theirs: theirs_v1, ours: ours.v1}[ocp]
+        tree = checkpointer.metadata(path / "a").item_metadata.tree
+        args = ocp.checkpoint_utils.construct_restore_args(tree)
+        new = v1.metadata(path / "run" / "1", checkpointable_name="default").metadata["keys"]
+        sharding = tree["keys"].sharding.to_jax_sharding()
+        return (
+            [(leaf.shape, leaf.dtype) for leaf in (tree["keys"], tree["key"], new)],
+            [sharding, new.sharding, sharding.mesh.axis_types],
+            checkpointer.restore(path / "a", restore_args=args),
+        )
+
+    twice(program, tmp_path, read=read)
 
 
 @pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])

@@ -12,10 +12,8 @@ import numpy as np
 from jax import tree_util
 
 from jaxckpt import open as open_checkpoint
-from jaxckpt.format.tree import path_text
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import ShardingMetadata, of_array
-from jaxckpt.types import LeafInfo
+from jaxckpt.orbax.metadata import ShardingMetadata, map_leaves
 
 ACTIVE: Final[ContextVar[Any]] = ContextVar("context", default=None)
 # Leaves of a target that mean the same to jaxckpt.
@@ -102,17 +100,14 @@ class NumpyMetadata:
 
 def tree_metadata(path: str | os.PathLike[str]) -> Any:
     """Describes the leaves of a tree, in its shape as Orbax returns it."""
-    found = open_checkpoint(path)
-    tree = _trees.plain(found.abstract())
-    return _trees.map_named(lambda n, leaf: _of_leaf(leaf, found.leaves.get(path_text(n))), tree)
+    return map_leaves(open_checkpoint(path), _described)
 
 
-def _of_leaf(leaf: Any, saved: LeafInfo | None) -> Any:
+def _described(_: Any, leaf: Any, sharding: ShardingMetadata | None, storage: Any) -> Any:
     if isinstance(leaf, (str, bytes)):
         return "string"
     if isinstance(leaf, (bool, int, float)):
         return leaf
-    sharding, storage = of_array(saved)
     if isinstance(leaf, np.ndarray):
         return NumpyMetadata(leaf.shape, leaf.dtype, storage)
     return ArrayMetadata(tuple(leaf.shape), leaf.dtype, sharding, storage)
