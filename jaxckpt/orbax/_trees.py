@@ -107,7 +107,7 @@ def restore_standard(
 
     Args:
         target: Arrays, `jax.ShapeDtypeStruct`s, numbers; `PLACEHOLDER` for a leaf to leave out.
-        strict: If False, arrays are cut off or padded to the shapes of the target.
+        strict: If False, jax arrays are cut off or padded to the shapes of the target.
     """
     if target is None:
         return plain(restore(path))
@@ -135,8 +135,10 @@ def _may_be_key_data(leaf: Any) -> bool:
     return is_jax and leaf.dtype == np.uint32 and leaf.ndim > 0
 
 
-def _as_key(leaf: Any, saved: Any) -> Any:
-    """Returns a target for a saved PRNG key, which Orbax describes by the key's data."""
+def _as_saved(leaf: Any, saved: Any) -> Any:
+    """Returns a target of the saved shape for numpy, and of a PRNG key for the key's data."""
+    if isinstance(leaf, np.ndarray):
+        return _zeros(np.shape(data_of(saved)), leaf.dtype)
     if not _may_be_key_data(leaf) or data_of(saved) is saved:
         return leaf
     return _placed(saved.shape, saved.dtype, _cut(leaf.sharding, len(saved.shape)))
@@ -180,7 +182,8 @@ def restore_pytree(
             return leaf
         arg, there = args.get(names), saved[names]
         leaf = wanted_leaf(there, arg, leaf)
-        if resize and getattr(arg, "strict", False) and np.shape(leaf) != np.shape(there):
+        is_strict = getattr(arg, "strict", False) and not isinstance(leaf, np.ndarray)
+        if resize and is_strict and np.shape(leaf) != np.shape(there):
             raise ValueError(f"{_DIFFER}: the shape of {names}, whose args have strict=True")
         return leaf
 
@@ -197,23 +200,16 @@ def restore_like(
 ) -> Any:
     """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there.
 
-    As with Orbax, numbers may be cast to any dtype, also where some of the values change, and
-    `np.array([])` stands for a numpy array of the saved shape. Without x64, jax arrays have 32
-    bits, and data of a PRNG key stands for the key.
+    As with Orbax, numbers may be cast to any dtype, also where some of the values change, and a
+    numpy array has the saved shape, whatever the shape in the target, which only jax arrays are
+    cut off or padded to. Without x64, jax arrays have 32 bits, and data of a PRNG key stands for
+    the key.
     """
     like = jax.tree.map(_canonical, like)
-    if any(map(_may_be_key_data, jax.tree.leaves(like))):
+    if any(isinstance(x, np.ndarray) or _may_be_key_data(x) for x in jax.tree.leaves(like)):
         source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        saved_keys = by_name(source.abstract())
-        like = map_named(lambda names, leaf: _as_key(leaf, saved_keys.get(names)), like)
-    if any(map(_is_shapeless, jax.tree.leaves(like))):
-        source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        shapes = {names: np.shape(leaf) for names, leaf in by_name(source.abstract()).items()}
-
-        def shaped(names: Names, leaf: Any) -> Any:
-            return _zeros(shapes.get(names, (0,)), leaf.dtype) if _is_shapeless(leaf) else leaf
-
-        like = map_named(shaped, like)
+        there = by_name(source.abstract())
+        like = map_named(lambda n, leaf: _as_saved(leaf, there[n]) if n in there else leaf, like)
     try:
         return _restore_onto(source, like, resize, partial)
     except TreeMismatch as error:
@@ -238,10 +234,6 @@ def restore_like(
         return _cast_to(leaf, restored[names]) if names in restored else plain(saved[names])
 
     return map_named(value, like, is_leaf=is_empty)
-
-
-def _is_shapeless(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.shape == (0,)
 
 
 def _with_dtype(leaf: Any, saved: Any) -> Any:

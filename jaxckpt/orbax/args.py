@@ -134,7 +134,7 @@ class StandardRestore(_OfItem):
 
     Attributes:
         item: A target, which gives the types; None for the saved types.
-        strict: If False, arrays are cut off or padded to the shapes of the target.
+        strict: If False, jax arrays are cut off or padded to the shapes of the target.
         support_layout: Is refused.
         fallback_sharding: No effect.
     """
@@ -332,7 +332,7 @@ class ArrayRestoreArgs(RestoreArgs):
         sharding: Its sharding, or the metadata of one.
         global_shape: Its shape; None for the saved one.
         shape: The same.
-        strict: If False, the array is cut off or padded to its shape.
+        strict: If False, an array of jax is cut off or padded to its shape.
     """
 
     restore_type: Any = jax.Array

@@ -210,9 +210,9 @@ def test_what_is_empty_and_what_is_not(tmp_path, change):
 
 
 def test_targets_of_another_size(saved):
-    """`strict=False` pads an array."""
+    """`strict=False` pads an array of jax, and no array of numpy."""
     path, tree = saved
-    target = tree | {"a": Shape((12,), jnp.float32, sharding=SPLIT)}
+    target = tree | {"a": Shape((12,), jnp.float32, sharding=SPLIT), "n": np.zeros(5)}
 
     with ocp.StandardCheckpointer() as checkpointer:
         wanted = kinds(checkpointer.restore(path, target, strict=False))
@@ -305,6 +305,11 @@ def test_only_leaves_that_are_not_strict_get_another_size(saved):
 
         assert outcome(lambda a=args: _trees.restore_pytree(path, restore_args=a)) == wanted
         assert (wanted == "ValueError") == (size == 4)
+
+    args["n"] = ocp.ArrayRestoreArgs(restore_type=np.ndarray, global_shape=(4,))
+    wanted = outcome(lambda: ocp.PyTreeCheckpointer().restore(path, restore_args=args))
+    assert outcome(lambda: _trees.restore_pytree(path, restore_args=args)) == wanted
+    assert wanted["n"][2] == (3,)  # of numpy, the saved shape
 
 
 @pytest.mark.parametrize("hole", [None, _trees.PLACEHOLDER])

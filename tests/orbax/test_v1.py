@@ -257,6 +257,27 @@ def test_only_registered_handlers_load_items(tmp_path, handlers, is_recorded):
     twice(program, tmp_path, api="v1")
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_numpy_array_has_the_saved_shape(tmp_path, pads):
+    """Also one to which a jax array is to be restored; only jax arrays are padded."""
+
+    def program(ocp, path):
+        tree = {"w": jnp.ones((2, 3)), "n": np.ones((2, 3)), "i": np.arange(4), "s": 3}
+        ocp.save(path / "a", tree)
+        ocp.save(path / "key", {"k": jax.random.key(1)})
+
+    def read(ocp, path):
+        numpy = {"w": np.zeros((3, 2)), "n": np.zeros((3, 2, 1)), "i": np.zeros(2), "s": np.ones(1)}
+        context = ocp.Context()
+        context.array.loading.enable_padding_and_truncation = pads
+        with context:
+            key = ocp.load(path / "key", {"k": np.zeros(1, np.uint32)})
+            jax_array = jax.ShapeDtypeStruct((3 if pads else 2, 3), jnp.float32)
+            return key, ocp.load(path / "a", numpy), ocp.load(path / "a", numpy | {"w": jax_array})
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
 def test_arrays_without_a_shape(tmp_path):
     """`np.array([])` in a target asks for a numpy array of the saved shape."""
 

@@ -124,8 +124,8 @@ class ArrayOptions(_Options):
         """Describes how to load arrays.
 
         Attributes:
-            enable_padding_and_truncation: Whether arrays are cut off or padded to the shapes of the
-                target.
+            enable_padding_and_truncation: Whether jax arrays are cut off or padded to the shapes of
+                the target.
             raise_array_data_missing_error: No effect: missing data always raises.
             use_load_and_broadcast, load_and_broadcast_options: No effect.
         """
