@@ -178,7 +178,8 @@ def restore_pytree(
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
-        if leaf is PLACEHOLDER or names not in saved:
+        # A partial restore of Orbax takes only the structure of a target, and leaves out by args.
+        if names not in saved or (leaf is PLACEHOLDER and not partial):
             return leaf
         arg, there = args.get(names), saved[names]
         leaf = wanted_leaf(there, arg, leaf)

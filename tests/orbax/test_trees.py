@@ -181,6 +181,22 @@ def test_leaves_that_were_not_saved(parts, what):
             assert outcome(mine) == outcome(theirs), place
 
 
+@pytest.mark.parametrize("with_args", [False, True])
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_placeholders_of_a_partial_restore(parts, is_partial, with_args):
+    """A target alone leaves them out if all is restored; of a part, restore args do."""
+    hole = _trees.PLACEHOLDER
+    some = {"a": {"w": hole, "n": np.zeros(3)}, "b": hole, "x": hole}
+    for target in (some, PARTS | {"b": hole}, {"a": hole}):
+
+        def read(library, target=target):
+            given = library.checkpoint_utils.construct_restore_args(target) if with_args else None
+            args = library.args.PyTreeRestore(target, given, partial_restore=is_partial)
+            return library.PyTreeCheckpointer().restore(parts / "a", args=args)
+
+        assert outcome(partial(read, drop_in)) == outcome(partial(read, ocp))
+
+
 EMPTY = {"masked": optax.MaskedNode(), "none": None, "dict": {}, "list": [], "w": jnp.ones(2)}
 
 
