@@ -50,12 +50,25 @@ class Stored:
         """Copies this process's share to the host."""
         if (files := self.files) is not None:
             return FileItem(name=name, common=lambda: files, handler=self.handler)
+        _check_global(self.tree)
         item = take_tree(name, self.tree, processes, copy=True)
         item.handler = self.handler
         if self.custom_metadata is not None:
             # A copy: other saves share the plan.
             item.tree = replace(item.tree, custom_metadata=self.custom_metadata)
         return item
+
+
+def _check_global(tree: Any) -> None:
+    """Raises ValueError for jax arrays that each process has for itself: they may differ."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree) if jax.process_count() > 1 else []
+    arrays = [(keys, leaf) for keys, leaf in pairs if isinstance(leaf, jax.Array)]
+    if local := [jax.tree_util.keystr(k) for k, x in arrays if x.is_fully_addressable]:
+        raise ValueError(
+            f"Cannot serialize host local jax.Array in multi-host setting: {', '.join(local)}. "
+            "Make it global, by utils.fully_replicated_host_local_array_to_global_array, or a "
+            "numpy array, of which process 0 writes its own."
+        )
 
 
 _MOST_PART_BYTES: Final = 256 << 20

@@ -48,6 +48,15 @@ def test_processes_share_checkpoints_of_v1(run_processes, tmp_path):
         assert_orbax_reads(path / "state", step)
 
 
+def test_a_jax_array_that_each_process_has_for_itself_is_refused(run_processes, tmp_path):
+    """As by Orbax: the values of the others would be lost. Of a numpy array, process 0 writes."""
+    done = run_processes("drop_in:local_arrays", count=2, args=[tmp_path])
+
+    refused = "Cannot serialize host local jax.Array in multi-host setting"
+    assert [one.result for one in done] == [[[refused] * 3, [1, 1]]] * 2
+    assert not (tmp_path / "a").exists()
+
+
 def test_files_of_a_handler_in_every_process(run_processes, tmp_path):
     """Each process finds those of all; of one name, those of process 0. A failure ends one save."""
     done = run_processes("drop_in:files", count=3, args=[tmp_path])

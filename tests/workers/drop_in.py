@@ -44,6 +44,25 @@ def v0(me, root):
     return [saved, steps, left]
 
 
+def local_arrays(me, root):
+    """Each process saves its own array of jax, which raises, and its own array of numpy."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxckpt.orbax as ours
+    import jaxckpt.orbax.v1 as v1
+
+    errors = []
+    for save in (ours.StandardCheckpointer().save, ours.PyTreeCheckpointer().save, v1.save):
+        try:
+            save(f"{root}/a", {"w": jnp.full(2, me.index)})
+        except ValueError as error:
+            errors.append(f"{error}".split(":")[0])
+    with ours.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(f"{root}/b", {"n": np.full(2, me.index + 1)})
+        return errors, checkpointer.restore(f"{root}/b")["n"].tolist()
+
+
 def files(me, root):
     """A handler writes a file in each process, and fails in one; what is not there is deleted."""
     import dataclasses
