@@ -588,10 +588,22 @@ def test_callbacks_and_refusals(tmp_path):
     context.multiprocessing.active_processes = {0}
     with context, pytest.raises(NotImplementedError, match="active_processes"):
         ocp.save(tmp_path / "c", {"n": 1})
+    context = ocp.Context()
+    context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    with context, pytest.raises(NotImplementedError, match="one commit protocol"):
+        ocp.save(tmp_path / "c", {"n": 1})
     assert not (tmp_path / "c").exists()
     with pytest.raises(AttributeError, match="nonsense"):
         _ = ocp.nonsense
     assert {*ocp.__all__} <= {*dir(ocp)}
+
+
+def test_options_have_the_names_of_orbax():
+    """Each class at the top."""
+    names = [name for name in vars(orbax_v1.options) if name[0].isupper()]
+
+    assert {name for name in names if not hasattr(ocp.options, name)} == set()
+    assert [*ocp.options.AtomicityMode] == [*orbax_v1.options.AtomicityMode]
 
 
 def test_old_names(tmp_path):

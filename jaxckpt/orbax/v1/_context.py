@@ -94,6 +94,7 @@ class Context:
         """Raises NotImplementedError for options that would be ignored, and should not be."""
         v0_options.check(
             multiprocessing_options=self.multiprocessing,
+            atomicity_options=self.atomicity,
             use_ocdbt=self.array.saving.use_ocdbt,
         )
         if not self.array.loading.raise_array_data_missing_error:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from etils import epath
 
 from jaxckpt.orbax import options as v0
+from jaxckpt.orbax.options import AtomicityMode as AtomicityMode
 from jaxckpt.orbax.v1 import handlers
 
 FROZEN: Final[ContextVar[frozenset[int]]] = ContextVar("frozen options", default=frozenset())
