@@ -128,7 +128,7 @@ def steps_to_try(storage: Storage, path: str) -> list[str]:
     """Returns the paths of a run's steps, newest first; empty if `path` is not a run."""
     try:
         return _steps_from(storage, real(storage, path), find(storage, path))
-    except CheckpointError as error:
+    except (CheckpointError, FileNotFoundError) as error:
         if is_io_failure(error):
             raise
         return []
@@ -181,7 +181,7 @@ def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception
 def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
     """Returns a value that changes if a checkpoint at, around or newest in `path` is replaced."""
     path = real(storage, path)
-    inside = storage.entries(path) if storage.kind(path) == "dir" else {}
+    inside = listing(storage, path) or {}  # in one look: it may be deleted at any time
     replacement = beside(path, names.replacement(posixpath.basename(path)))
     paths = [path, posixpath.dirname(path), replacement]
     if names.RECORD not in inside:

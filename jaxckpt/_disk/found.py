@@ -203,7 +203,11 @@ def is_current(found: Found) -> bool:
         return found.record is None and storage.kind(found.path) is not None
     except CorruptCheckpoint:  # such as a link
         return found.record is None
-    return found.record is not None and digest == found.record.digest
+    if found.record is None or digest != found.record.digest:
+        return False
+    # In a bucket a deletion begins with the marker, and the record may go last.
+    marker = f"{found.path}/{names.COMMIT_MARKER}"
+    return storage.atomic_rename or storage.kind(marker) is not None
 
 
 def while_current(found: Found, read: Callable[[Found], T]) -> T:

@@ -68,6 +68,10 @@ def fork(
         try:
             found = find(storage, source)
             path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")
+        except FileNotFoundError as error:
+            if isinstance(error, CheckpointNotFound):
+                raise
+            raise _deleted(source, error) from error
         except CorruptCheckpoint as error:
             problems.append(error)
             continue
@@ -94,9 +98,13 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         if isinstance(error, FileNotFoundError) or (
             isinstance(error, CorruptCheckpoint) and _is_gone(now(storage), found.path)
         ):
-            raise CheckpointNotFound(f"{found.path} was deleted meanwhile: {error}") from error
+            raise _deleted(found.path, error) from error
         _transaction.raise_save_error(path, error)
     return path
+
+
+def _deleted(path: str, error: Exception) -> CheckpointNotFound:
+    return CheckpointNotFound(f"{path} was deleted meanwhile: {error}")
 
 
 def _is_gone(storage: Storage, path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
@@ -97,7 +98,9 @@ class Leftovers:
         A record without a writer may also be of a copy that somebody is making.
         """
         if not files:  # the save was trying out the store
-            return any(map(is_temporary_file, self._index.storage.entries(path)))
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                return any(map(is_temporary_file, self._index.storage.entries(path)))
+            return False
         return names.WRITER in files or names.RECORD not in files
 
     def _is_done(self, name: str, files: list[str]) -> bool:
