@@ -8,7 +8,8 @@ name that no reader takes for a checkpoint, and the next writer finishes the job
 `MarkerCommit` removes `commit_success.txt` first, and last `_jaxckpt.writing`, by which the next
 writer recognizes the remains. All writers share the directory. So a deletion first takes this file,
 and then looks whether there is a commit; and a writer checks after its commit that the file is
-still its own.
+still its own. Where locks are leases, whoever stood still for longer than its lease
+asks for it again before it deletes the next files: they may be another writer's by then.
 
 A `check` raises if another writer has taken over. It is called at the last moment: after a rename,
 which is undone then, or before the first request that deletes something.
@@ -23,12 +24,12 @@ import logging
 import posixpath
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple, final
 
 from jaxckpt.errors import SaveFailed, StepExists, StoreError
-from jaxckpt.format import names
+from jaxckpt.format import names, step
 from jaxckpt.storage import Entry, Hold, Storage, beside, is_temporary_file, listing, together
 
 _logger = logging.getLogger("jaxckpt")
@@ -41,6 +42,7 @@ _NO_LOCKS = (
     "left alone: this storage has no file locks, so its writer may be alive. Remove it if no job "
     "is saving there."
 )
+_COMMITTED = " has committed"  # after the token of a writer, while its file is removed
 _REMAINS = "removing the remains of an interrupted save or deletion"
 Check = Callable[[], object]  # see the module
 Fence = Callable[[], None] | None  # raises if this writer may no longer write here
@@ -64,6 +66,7 @@ class RenameCommit:
 
     storage: Storage
     path: str
+    hold: Hold | None = None  # lasts as long as its process
     replaces: ClassVar = True  # a checkpoint by a new one
 
     def work(self, token: str) -> Work:
@@ -202,6 +205,7 @@ class MarkerCommit:
 
     storage: Storage
     path: str
+    hold: Hold | None = None  # by which other writers are kept out
     replaces: ClassVar = False
 
     def work(self, token: str) -> Work:
@@ -237,25 +241,25 @@ class MarkerCommit:
     def _clear(self, files: Sequence[str], token: str | None, fence: Fence) -> None:
         if fence is not None:
             fence()
-        with self._taken(by_force=fence is not None) as is_ours:
-            if not is_ours:
+        with self._taken(by_force=fence is not None) as mine:
+            if mine is None:
                 warn(self.path, _LEFT_ALONE)
             elif self._is_marked():  # since it was listed
-                self._delete([names.WRITER])
+                mine._delete([names.WRITER])
             else:
                 if files:
                     warn(self.path, _REMAINS)
-                self._delete_left([file for file in files if token is None or token not in file])
+                mine._delete_left([file for file in files if token is None or token not in file])
 
     @contextlib.contextmanager
-    def _taken(self, *, by_force: bool) -> Iterator[bool]:
+    def _taken(self, *, by_force: bool) -> Iterator[MarkerCommit | None]:
         """Takes the file by which the writers of a shared directory exclude each other.
 
         Args:
             by_force: Takes it from a live writer too, which can then no longer commit.
 
         Yields:
-            Whether it was taken.
+            This with the lock; None if it was not taken.
         """
         storage, writer = self.storage, f"{self.path}/{names.WRITER}"
         mine = secrets.token_hex(8).encode()
@@ -269,7 +273,7 @@ class MarkerCommit:
             storage.write(writer, mine)
             is_ours = True
         try:
-            yield is_ours or hold is not None
+            yield replace(self, hold=hold) if is_ours or hold is not None else None
         finally:
             if hold is not None:
                 hold.release()
@@ -294,14 +298,17 @@ class MarkerCommit:
 
     def remove_left(self, files: Sequence[str]) -> bool:
         """Removes files found by `left_below`; returns False if their writer may be alive."""
-        with self._taken(by_force=False) as is_ours:
-            if not is_ours:
+        with self._taken(by_force=False) as mine:
+            if mine is None:
                 return False
-            if not self._is_marked():  # else committed meanwhile
-                warn(self.path, _REMAINS)
-                self._delete_left(files)
-            else:
-                self._delete([names.WRITER])
+            try:
+                if self._is_marked():  # committed meanwhile
+                    mine._delete([names.WRITER])
+                else:
+                    warn(self.path, _REMAINS)
+                    mine._delete_left(files)
+            except SaveFailed:  # another writer has it now
+                return False
         return True
 
     def add(self, file: str, data: bytes | Iterable[bytes]) -> None:
@@ -309,7 +316,9 @@ class MarkerCommit:
 
         Raises:
             FileExistsError: another writer wrote it.
+            SaveFailed: another writer has taken over.
         """
+        self._refuse_lost()
         whole = data if isinstance(data, bytes) else b"".join(data)
         if not self.storage.create(file, whole):
             raise FileExistsError(errno.EEXIST, "another writer is saving here", file)
@@ -318,6 +327,7 @@ class MarkerCommit:
         """Checks that an attempt may commit, and makes its files durable."""
         if fence is None:  # else the fence shows it
             _check_still_ours(self.storage, self.path, self.path, token)
+        self._refuse_lost()
         self.storage.sync(self.path)
         if fence is not None:
             fence()
@@ -329,14 +339,15 @@ class MarkerCommit:
             SaveFailed: another writer has taken over.
             StepExists: the path was created during the save.
         """
+        self._refuse_lost()
         try:
             # The token shows whose it is if the answer to its creation is lost.
             _mark(self.storage, self.path, self.path, f" by {token}")
             try:
                 _check_still_ours(self.storage, self.path, self.path, token)
             except SaveFailed:  # another writer has taken over, and may delete our files
-                self._delete([names.COMMIT_MARKER])
-                raise
+                if not self._is_finished(token):
+                    raise
         except StoreError as error:
             if error.errno == errno.EACCES:  # it was refused
                 raise
@@ -347,18 +358,33 @@ class MarkerCommit:
                 f"{name} once the store answers, the checkpoint is complete."
             ) from error
 
+    def _is_finished(self, token: str) -> bool:
+        """Returns whether the next writer found an attempt committed; takes it back if not.
+
+        The next writer then removed no more than the writer's file, which goes last elsewhere.
+        """
+        files = (names.COMMIT_MARKER, names.WRITER, names.RECORD)
+        marker, owner, record = (read_small(self.storage, f"{self.path}/{f}") or "" for f in files)
+        if marker and token not in marker:  # another attempt's by now
+            return False
+        if marker and token in record and owner in ("", f"{token}{_COMMITTED}"):
+            return True
+        self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
+        return False
+
     def abort(self, token: str, *, published: bool) -> None:
         """Removes the files of an attempt, whose `publish` may have raised."""
         files = [*self.storage.files(self.path)]  # before the look whose they are
         if read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
             return
         marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
-        if marker is None:
-            self._delete_left(files)
-            return
-        if token not in marker:  # somebody committed before this writer claimed the directory
-            self.discard(token)
-        self._delete([names.WRITER])
+        with contextlib.suppress(SaveFailed):  # another writer has the directory now
+            if marker is None:
+                self._delete_left(files)
+                return
+            if token not in marker:  # somebody committed before this writer claimed the directory
+                self.discard(token)
+            self._delete([names.WRITER])
 
     def discard(self, token: str) -> None:
         """Removes what other processes wrote for an attempt that did not begin. Never raises."""
@@ -387,22 +413,22 @@ class MarkerCommit:
             SaveFailed: another writer holds it.
         """
         if claim is not None:
-            with claim.kept():
-                self._remove_files(files)
+            with claim.kept() as hold:
+                replace(self, hold=hold)._remove_files(files)
             return
         with contextlib.ExitStack() as stack:
             take = partial(stack.enter_context, self._taken(by_force=by_force))
             try:
-                is_ours, _ = together(self.storage, [take, check])
+                mine, _ = together(self.storage, [take, check])
             except BaseException:
                 self._delete([names.WRITER] if by_force else [])
                 raise
-            if not is_ours:
+            if mine is None:
                 raise SaveFailed(
                     f"{self.path}: another writer is saving or deleting there; not changed"
                 )
-            self._remove_files(files)
-            self._delete([names.WRITER])
+            mine._remove_files(files)
+            mine._delete([names.WRITER])
             if not self.storage.parallel_writes:  # a mounted bucket has directories
                 self.storage.delete(self.path)
 
@@ -450,17 +476,27 @@ class MarkerCommit:
         """Deletes remains that were listed before they were known to be nobody's.
 
         What another writer has written since stays, unless it has the name of one of them.
+
+        Raises:
+            SaveFailed: another writer may be saving there since, for this one stood still.
         """
         self._delete([file for file in files if file not in _OURS])
         self._delete([names.RECORD] if names.RECORD in files else [])
         left = listing(self.storage, self.path) or {}
-        unfinished = [name for name in left if is_temporary_file(name)]
-        self._delete([*unfinished, names.WRITER])
+        self._delete([*filter(is_temporary_file, left), names.WRITER])
         if not self.storage.parallel_writes and not self.storage.files(self.path):
             self.storage.delete(self.path)  # a mounted bucket has directories
 
     def _delete(self, files: Sequence[str]) -> None:
-        self.storage.delete_files([f"{self.path}/{file}" for file in files])
+        self.storage.delete_files([f"{self.path}/{f}" for f in files], check=self._refuse_lost)
+
+    def _refuse_lost(self) -> None:
+        """Raises SaveFailed if another writer may have taken the lock, and written files."""
+        if self.hold is not None and not self.hold.goes_on():
+            raise SaveFailed(
+                f"{self.path}: this process did not renew its lock in time, and another writer "
+                "took over. Verify what is there, and let only one job save here."
+            )
 
 
 Commit = RenameCommit | MarkerCommit
@@ -497,11 +533,11 @@ class Claim:
             self.hold = self._storage.hold(self._file, mine, new=True)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> Iterator[Hold | None]:
         """Leaves the file there after an error: by it, the next writer recognizes the remains."""
         hold, self.hold = self.hold, None
         try:
-            yield
+            yield hold
         except BaseException:
             if hold is not None:
                 hold.release()
@@ -510,15 +546,16 @@ class Claim:
 
     def end(self, *files: str) -> None:
         """Deletes the file, and then others."""
-        mine, self.hold = [] if self.hold is None else [self._file], None
+        hold, self.hold = self.hold, None
+        mine = [self._file] if hold is not None and hold.goes_on() else []
         if mine and self._storage.scheme == "gs":  # which takes a request for each, in any order
             self._storage.delete_files([mine.pop()])
         self._storage.delete_files([*mine, *files])
 
 
-def commit_of(storage: Storage, path: str) -> Commit:
-    """Returns how the checkpoint at a path is committed and removed."""
-    return RenameCommit(storage, path) if storage.atomic_rename else MarkerCommit(storage, path)
+def commit_of(storage: Storage, path: str, hold: Hold | None = None) -> Commit:
+    """Returns how the checkpoint at a path is committed and removed; by its writer, with a lock."""
+    return (RenameCommit if storage.atomic_rename else MarkerCommit)(storage, path, hold)
 
 
 def _mark(storage: Storage, path: str, work: str, by: str = "") -> None:
@@ -541,7 +578,7 @@ def _check_still_ours(storage: Storage, path: str, work: str, token: str) -> Non
 def read_small(storage: Storage, file: str) -> str | None:
     """Returns a small file; None if it, or its directory, is gone."""
     try:
-        return storage.read(file, max_bytes=1 << 16).decode("utf-8", "replace")
+        return storage.read(file, max_bytes=step.MAX_RECORD_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -565,10 +602,13 @@ def take_away(storage: Storage, path: str, to: str, *, check: Check) -> None:
 
 def remove_writer(storage: Storage, path: str) -> None:
     """Removes the writer's file from a committed checkpoint, where a crash left it."""
+    file = f"{path}/{names.WRITER}"
+    # A writer that lives looks for it once more, and removes it itself. One that stood still until
+    # now must find its token: it would take back a commit that others have seen.
+    about = f"{read_small(storage, file)}{_COMMITTED}".encode()
     with contextlib.suppress(io.UnsupportedOperation):
-        # A writer that lives looks for it once more, and removes it itself.
-        if (hold := storage.hold(f"{path}/{names.WRITER}")) is not None:
-            storage.delete_files([f"{path}/{names.WRITER}"])
+        if (hold := storage.hold(file, about)) is not None:
+            storage.delete_files([file])
             hold.release()
 
 

@@ -98,7 +98,7 @@ class Transaction:
     path: str
     token: str  # unique to this attempt
     overwrite: Overwrite
-    hold: Hold | None = None
+    hold: Hold = field(default_factory=Hold)
     fence: Fence = None  # raises if this writer may no longer commit
     publishing: bool = False
     committed: bool = False
@@ -116,11 +116,9 @@ class Transaction:
             SaveFailed: another writer was faster, or has just taken this writer for dead.
         """
         writer = f"{self.work}/{names.WRITER}"
-        self.hold = self.storage.hold(writer, self.token.encode(), new=True)
-        if self.hold is None:
-            raise SaveFailed(
-                f"{self.path}: another writer owns {writer}. Let only one job save here."
-            )
+        if (hold := self.storage.hold(writer, self.token.encode(), new=True)) is None:
+            raise SaveFailed(f"another writer owns {writer}. Let only one job save here.")
+        self.hold, self.protocol = hold, commit_of(self.storage, self.path, hold)
 
     def commit(
         self,
@@ -158,7 +156,7 @@ class Transaction:
             differences=tuple(differences),
         )
         written = f"{self.work}/{names.RECORD}", step.encode_record(record)
-        if self.overwrite:
+        if self.overwrite and self.protocol.replaces:
             self._take_along()
         check = partial(self.protocol.check, self.token, self.fence)
         together(self.storage, [partial(self.protocol.add, *written), check])
@@ -167,7 +165,8 @@ class Transaction:
         self.committed = True
         try:
             # Readers ignore both leftovers, and the next save removes them.
-            self.storage.delete_files([f"{self.path}/{names.WRITER}"])
+            if self.protocol.replaces or self.hold.goes_on():
+                self.storage.delete_files([f"{self.path}/{names.WRITER}"])
             if old is not None:
                 commit_of(self.storage, old).remove()
         except OSError as error:
@@ -195,8 +194,7 @@ class Transaction:
 
     def release(self) -> None:
         """Releases the lock that shows that this writer lives."""
-        if self.hold is not None:
-            self.hold.release()
+        self.hold.release()
 
     def _add(
         self, files: Mapping[str, bytes], known: Mapping[str, FileFacts]
@@ -314,13 +312,14 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     if committed or read_small(storage, writer) != token:
         return None
     try:
-        transaction.hold = storage.hold(writer, token.encode())
+        hold = storage.hold(writer, token.encode())
     except io.UnsupportedOperation:  # `begin` then raises an error that explains it
         return None
-    if transaction.hold is None:
+    if hold is None:
         busy = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), writer)
         text = f"{path}: another process is writing the same copy, or died just now"
         raise SaveFailed(text) from busy  # a later try may succeed
+    transaction.hold, transaction.protocol = hold, commit_of(storage, path, hold)
     return transaction
 
 

@@ -120,7 +120,7 @@ class Ownership:
         try:
             self._hold = self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
         except io.UnsupportedOperation:
-            self._hold = _NoHold()
+            self._hold = Hold()
 
     def who(self) -> str:
         """Describes the job that owns the run."""
@@ -320,7 +320,7 @@ class Ownership:
 
     def _remove_left(self) -> bool:
         """Removes what earlier jobs left in steps, if this job holds the lock."""
-        is_held = self._hold is not None and not isinstance(self._hold, _NoHold)
+        is_held = self._hold is not None and type(self._hold) is not Hold
         return is_held and self.leftovers.remove()
 
     def doubt(self) -> None:
@@ -332,10 +332,3 @@ class Ownership:
         hold, self._hold, self._closed = self._hold, None, True
         if hold is not None:
             hold.release()
-
-
-class _NoHold:
-    """Stands in for the lock on storage without locks."""
-
-    def release(self) -> None:
-        """Does nothing."""

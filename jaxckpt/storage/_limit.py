@@ -147,7 +147,7 @@ class LimitedStorage:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _LimitedHold:
+class _LimitedHold(Hold):
     inner: Hold
     hanging: set[Call]  # of the file system
 

@@ -75,14 +75,7 @@ def hold_new(storage: Storage, path: str, data: bytes) -> Hold | None:
     try:
         return storage.hold(path)
     except io.UnsupportedOperation:
-        return _NoHold()  # without locks, other writers leave everything temporary alone
-
-
-class _NoHold:
-    """Stands in for a lock on storage without locks."""
-
-    def release(self) -> None:
-        """Does nothing."""
+        return Hold()  # without locks, other writers leave everything temporary alone
 
 
 def usable_cores() -> int:
@@ -282,7 +275,8 @@ class LocalStorage:
                 _delete(path, path, is_dir=kind == "dir")
                 _sync_parents(path)
 
-    def delete_files(self, paths: Sequence[str]) -> None:
+    def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
+        check()
         for path in paths:
             self.delete(path)
 
@@ -337,7 +331,7 @@ os.register_at_fork(after_in_child=_forget_holds_in_child)
 
 @final
 @dataclass(slots=True, eq=False)
-class _LocalHold:
+class _LocalHold(Hold):
     fd: int | None
     path: str
 

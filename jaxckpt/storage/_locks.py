@@ -15,32 +15,41 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from jaxckpt.errors import StoreError
+from jaxckpt.storage._protocol import Hold
 from jaxckpt.storage._requests import keepers
 
 Version = Mapping[str, Any]
 
 
 @final
-class LeasedLock:
+class LeasedLock(Hold):
     """A lease on an object, renewed until `release`.
 
     Args:
         path: Of the object.
         length_s: After how many seconds it ends, unless it is renewed.
         version: Of the object, as it was written last.
+        asked_s: When that write began, by `time.monotonic`.
         write: Writes the object again if it still has a version, held or not, in at most `tries`
             requests. Returns the new version, or None if another holder has it.
     """
 
     def __init__(
-        self, path: str, length_s: float, version: Version, write: Callable[..., Version | None]
+        self,
+        path: str,
+        length_s: float,
+        version: Version,
+        write: Callable[..., Version | None],
+        *,
+        asked_s: float,
     ) -> None:
         self.path = path
         self.due_s = time.monotonic() + length_s / 4
         self._every_s = length_s / 4
         self._version: Version | None = version  # None once it is released or lost
+        self._asked_s = asked_s
         self._write = write
-        self._lock = threading.Lock()  # guards _version
+        self._lock = threading.Lock()  # guards _version and _asked_s
 
     def start(self) -> LeasedLock:
         """Has the lease renewed from now on; returns it."""
@@ -61,8 +70,22 @@ class LeasedLock:
         """
         with self._lock:
             if self._version is not None:
+                asked_s = time.monotonic()
                 self._version = self._write(self._version, held=True, tries=1)
+                self._asked_s = asked_s
             return self._version is not None
+
+    def goes_on(self) -> bool:
+        """Returns whether the lease goes on for a request's time; renews it if it may not.
+
+        Raises:
+            StoreError: as for `renew`.
+        """
+        with self._lock:
+            left_s = self._asked_s + 4 * self._every_s - time.monotonic()
+            if self._version is None or left_s > self._every_s:
+                return self._version is not None
+        return self.renew()
 
     def keep(self) -> None:
         """Renews the lease, and sets the time of the next renewal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
@@ -77,7 +77,8 @@ class MemoryStorage(WithoutDirectories):
     def delete(self, path: str) -> None:
         self.delete_files([path, *_under(path)])
 
-    def delete_files(self, paths: Sequence[str]) -> None:
+    def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
+        check()
         for path in paths:
             _files.pop(path, None)
 
@@ -106,7 +107,7 @@ _lock = threading.Lock()  # guards what two threads may create at once
 
 
 @final
-class _MemoryHold:
+class _MemoryHold(Hold):
     def __init__(self, path: str) -> None:
         self._path: str | None = path
 

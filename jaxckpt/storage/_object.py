@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
@@ -310,16 +310,20 @@ class ObjectStorage(WithoutDirectories):
         held = [self._key(one) for one in forget(path)]
         self._delete(path, list(dict.fromkeys([*below, *held])) or [self._key(path)])
 
-    def delete_files(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            forget(path)
+    def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
         if paths:
-            self._delete(paths[0], [*map(self._key, paths)])
+            check()
+            held = [*chain(*map(forget, paths))]  # from now on, such a lock looks lost
+            self._delete(paths[0], [*map(self._key, paths)], int if held else check)
 
-    def _delete(self, path: str, keys: Sequence[str]) -> None:
+    def _delete(self, path: str, keys: Sequence[str], check: Callable[[], object] = int) -> None:
         def delete(some: Sequence[str]) -> None:
+            def send() -> None:
+                check()
+                obs().delete(self._store, some)
+
             with contextlib.suppress(FileNotFoundError):  # the others in the request are deleted
-                self.requests.change("delete", path, lambda: obs().delete(self._store, some))
+                self.requests.change("delete", path, send)
 
         # Never twice because one is missing: another writer may have created it between the two.
         each = _DELETED_AT_ONCE.get(self.scheme, 1)
@@ -329,7 +333,7 @@ class ObjectStorage(WithoutDirectories):
 
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> LeasedLock | None:
         self._probe(path)
-        token = secrets.token_hex(8)
+        token, asked_s = secrets.token_hex(8), time.monotonic()
         try:
             answer, found = (None, b"") if new else self._get(path)
         except FileNotFoundError:
@@ -337,7 +341,7 @@ class ObjectStorage(WithoutDirectories):
         if answer is None:
             data = token.encode() if data is None else data
             made = self._create(path, data, **{_HELD: token})
-            return None if made is None else self._held(path, data, token, made)
+            return None if made is None else self._held(path, data, token, made, asked_s)
         was_held = answer.attributes.get(_HELD)
         if was_held and not self._is_over(answer.meta):
             return None
@@ -345,11 +349,13 @@ class ObjectStorage(WithoutDirectories):
             # The former holder must find another version, and a version may be a hash of the bytes.
             data = token.encode() if was_held or not found else found
         taken = self._replace(path, data, token, answer.meta)
-        return None if taken is None else self._held(path, data, token, taken)
+        return None if taken is None else self._held(path, data, token, taken, asked_s)
 
-    def _held(self, path: str, data: bytes, token: str, version: Version) -> LeasedLock:
-        write = partial(self._replace, path, data, token)
-        return LeasedLock(path, self.settings.lease_s, version, write).start()
+    def _held(
+        self, path: str, data: bytes, token: str, version: Version, asked_s: float
+    ) -> LeasedLock:
+        write, lease_s = partial(self._replace, path, data, token), self.settings.lease_s
+        return LeasedLock(path, lease_s, version, write, asked_s=asked_s).start()
 
     def _is_over(self, meta: Mapping[str, Any]) -> bool:
         assert self._clock is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -20,12 +20,20 @@ class Entry(NamedTuple):
     size: int
 
 
-class Hold(Protocol):
-    """A lock held until `release`, or until the process that took it dies."""
+class Hold:
+    """A lock held until `release`, or until the process that took it dies.
+
+    Of this class itself, it stands in for a lock on storage without locks.
+    """
+
+    __slots__ = ()
 
     def release(self) -> None:
         """Releases the lock. Calling it again does nothing."""
-        ...
+
+    def goes_on(self) -> bool:
+        """Returns whether nobody else can have it; a lease ends if its process stands still."""
+        return True
 
 
 class Storage(Protocol):
@@ -138,8 +146,12 @@ class Storage(Protocol):
         """Deletes `path` and everything under it, durably, if it exists. Does not follow links."""
         ...
 
-    def delete_files(self, paths: Sequence[str]) -> None:
-        """Deletes files durably, those that exist."""
+    def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
+        """Deletes files durably, those that exist.
+
+        Args:
+            check: Called before every request. Raises if the files may be another writer's by then.
+        """
         ...
 
     def delete_empty(self, path: str) -> bool:

@@ -96,7 +96,8 @@ class _Relay:
         self._before("delete", path)
         self.inner.delete(path)
 
-    def delete_files(self, paths: Sequence[str]) -> None:
+    def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
+        check()
         for path in paths:
             self._before("delete", path)
             self.inner.delete_files([path])

@@ -20,10 +20,11 @@ import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.find import find
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, MemoryStorage
+from jaxckpt.storage import LocalStorage, MemoryStorage, locate
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 
@@ -510,3 +511,30 @@ def winners(world, *, overwrite):
 
     with ThreadPoolExecutor(2) as pool:
         return [seed for seed in pool.map(save, [2, 3]) if seed is not None]
+
+
+@pytest.mark.parametrize(
+    ("writer", "is_whole", "stays"),
+    [
+        (None, True, True),
+        ("{token} has committed", True, True),  # while the next job removes the file
+        (None, False, False),
+        ("of another writer", True, False),  # which may be deleting the files
+    ],
+)
+def test_a_writer_that_wakes_up_keeps_a_commit_that_the_next_job_has_found(writer, is_whole, stays):
+    """In a bucket, after it has written the marker and before it looks whether it may."""
+    path = f"memory://{uuid.uuid4()}/a"
+    jaxckpt.save(path, {"w": 1})
+    storage, where = locate(path)
+    token = find(storage, where).record.token
+    if writer is not None:
+        storage.write(f"{where}/{names.WRITER}", writer.format(token=token).encode())
+    if not is_whole:
+        storage.delete_files([f"{where}/{names.RECORD}"])
+    storage.delete_files([f"{where}/{names.COMMIT_MARKER}"])
+
+    with contextlib.nullcontext() if stays else pytest.raises(SaveFailed, match="took over"):
+        commit_of(storage, where).publish(token, overwrite=False)
+
+    assert (storage.kind(f"{where}/{names.COMMIT_MARKER}") is not None) == stays

@@ -136,8 +136,8 @@ def test_an_upload_that_stalls_at_any_call_harms_no_copy_that_another_job_made(s
 class StallingElsewhere(Stalling):
     """Does not stall just before a deletion: RELIABILITY.md has that one."""
 
-    def delete_files(self, files):
-        self._inner.delete_files(files)
+    def delete_files(self, files, **options):
+        self._inner.delete_files(files, **options)
 
 
 @pytest.fixture(scope="module")

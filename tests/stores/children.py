@@ -64,6 +64,32 @@ def replace_alone(url, env, step):
     say(done=True)
 
 
+def try_to_replace(url, env, step):
+    """As `replace_alone`, and says the error."""
+    _begin(url, env)
+    try:
+        jaxckpt.save(url, state(step), overwrite="delete_first")
+    except jaxckpt.errors.CheckpointError as error:
+        say(error=f"{type(error).__name__}: {error}")
+    else:
+        say(error="")
+
+
+def try_to_save_steps(url, env, steps):
+    """Saves steps of a run; says which are acknowledged, and the error."""
+    _begin(url, env)
+    saved, error = [], ""
+    manager = jaxckpt.CheckpointManager(url)
+    try:
+        for step in steps:
+            manager.save(step, state(step)).result()
+            saved.append(step)
+        manager.close()
+    except jaxckpt.errors.CheckpointError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    say(saved=saved, error=error)
+
+
 def race_to_save(url, env, count):
     """Saves to one path from so many processes at one moment; each says how that went."""
     read, write = os.pipe()

@@ -7,17 +7,19 @@ import itertools
 import os
 import signal
 import threading
+import time
 from urllib.parse import unquote
 
 import pytest
 
 import jaxckpt
 from jaxckpt.format import names
+from jaxckpt.storage import locate
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.faults.jobs import started
 from tests.stores import children
 from tests.stores.children import is_state, state
-from tests.stores.killing import wait_for
+from tests.stores.killing import end_leases, wait_for
 from tests.stores.proxy import Hold
 from tests.stores.test_leftovers import files_of, steps_with_files
 from tests.waiting import wait_until
@@ -106,6 +108,66 @@ def test_a_job_of_two_processes_stood_still(place, zygote, trial, numbers):  # n
         until.set()
         proxy.heal()
     assert number > 10
+
+
+# GCS gets a request for each object: those under way at the moment of the stop still act.
+@pytest.mark.parametrize("place", ["moto_server"], indirect=True)
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_left", [False, True], ids=["a checkpoint", "remains"])
+def test_a_writer_that_stood_still_spoils_no_later_save(place, zygote, trial, every, is_left):  # noqa: F811
+    """It stood still for longer than its lease, while it deleted what was there before."""
+    url, server, proxy = place
+    for number in itertools.count(2, every):
+        path, until = f"{url}/{is_left}{number}", threading.Event()
+        jaxckpt.save(path, state(1))
+        if is_left:  # as a save leaves it that was killed in its commit
+            storage, where = locate(path)
+            storage.delete_files([f"{where}/{names.COMMIT_MARKER}"])
+            storage.write(f"{where}/{names.WRITER}", b"a dead writer")
+        proxy.requests.clear()
+        fault = proxy.add(Hold(until, applied=True), number=number)
+        pid = zygote.start(children.try_to_replace, path, server.env, 2)
+        wait_for(fault, pid)
+        if not fault.done:
+            zygote.answers()
+            break
+        with trial("45", f"stopped after request {number}, beside {is_left}"):
+            os.kill(pid, signal.SIGSTOP)
+            until.set()  # it finds the answer when it goes on
+            time.sleep(children.LEASE_S)
+            end_leases(path)
+            jaxckpt.save(path, state(3), overwrite="delete_first")
+            os.kill(pid, signal.SIGCONT)
+            said = zygote.answers()[0]
+            assert jaxckpt.verify(path).ok
+            found = jaxckpt.restore(path)
+            assert is_state(found, 3) or (is_state(found, 2) and not said[-1]["error"])
+        proxy.heal()
+    assert number > 10
+
+
+def test_a_commit_that_the_next_job_has_found_is_not_taken_back(place, zygote, trial):  # noqa: F811
+    """Its writer stood still between the marker and the look whether the step is still its own."""
+    url, server, proxy = place
+    run, until = f"{url}/run", threading.Event()
+    hold = Hold(until, applied=True)
+    fault = proxy.add(hold, method="PUT", path="/2/commit_success.txt", times=1)
+    pid = zygote.start(children.try_to_save_steps, run, server.env, [1, 2, 3])
+    wait_for(fault, pid)
+    with trial("45", "stopped after the marker"):
+        os.kill(pid, signal.SIGSTOP)
+        until.set()
+        time.sleep(children.LEASE_S)
+        end_leases(f"{run}/2")
+        with jaxckpt.CheckpointManager(run) as manager:
+            assert manager.all_steps() == [1, 2]
+            assert not any(names.WRITER in file for file in files_of(run))
+            os.kill(pid, signal.SIGCONT)
+            said = zygote.answers()[0]
+            assert manager.all_steps() == [1, 2]
+            assert is_state(manager.restore(), 2)
+        assert said[-1]["saved"] == [1, 2]
+        assert "opened for writing by another job" in said[-1]["error"]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import obstore
 import pytest
 
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
 from jaxckpt.storage._requests import REQUESTS_AT_ONCE, callers
 from tests.storage_contract import StorageContract
@@ -193,6 +193,41 @@ def test_a_holder_that_was_replaced_does_not_come_back(server, root):
     assert not stopped.renew()
     assert taken.renew()
     taken.release()
+
+
+def test_a_process_that_stood_still_asks_whether_it_still_has_its_lock(server, root):
+    """Nobody can take a live lease, so until then it need not ask."""
+    use_store(root.rpartition("/")[0], settings(server))
+    storage, path = locate(f"{root}/lock")
+    hold = storage.hold(path)
+
+    assert hold.goes_on()
+    hold._asked_s -= storage.settings.lease_s  # as if so much time had passed
+    assert hold.goes_on()
+    storage.write(path, b"another writer's")
+    assert hold.goes_on()
+    hold._asked_s -= storage.settings.lease_s
+    assert not hold.goes_on()
+    hold.release()
+
+
+def test_a_deletion_is_sent_again_only_after_a_check(gcs_server, proxied):
+    """The process may have stood still between the two requests."""
+    server, proxy = proxied(gcs_server)
+    storage, path = locate(f"gs://{server.bucket}/here")
+    storage.create(path, b"1")
+    fault = proxy.add(Answer(503), method="DELETE", path="here")
+    checks = itertools.count()
+
+    def check():
+        if next(checks) == 2:  # before all, before the first try, before the second
+            raise SaveFailed("another writer has it")
+
+    with pytest.raises(SaveFailed):
+        storage.delete_files([path], check=check)
+
+    assert fault.done == 1
+    assert storage.kind(path) == "file"
 
 
 # --- what a store must be able to do -----------------------------------------------------------

@@ -93,10 +93,10 @@ class Watched:
 
         return call
 
-    def delete_files(self, paths):
+    def delete_files(self, paths, **options):
         for path in paths:
             self._before("delete", path)
-            self._inner.delete_files([path])
+            self._inner.delete_files([path], **options)
 
 
 def watch(manager, before):
