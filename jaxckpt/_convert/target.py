@@ -192,14 +192,10 @@ def _plain_problem(leaf: Leaf) -> str | None:
         return f"has dtype {leaf.dtype}, which zarr lacks"
     # TensorStore takes a backslash for a slash.
     is_plain = not {"/", "\\"} & {*leaf.name} and leaf.name not in ("", ".", "..")
-    if leaf.path and not (is_plain and not _means_more(leaf.name)):
+    means_more = names.is_part_of_tree(leaf.name) or key_folder([leaf.name]) is not None
+    if leaf.path and (means_more or not is_plain):
         return f"needs a directory named {leaf.name!r}"
     return None
-
-
-def _means_more(name: str) -> bool:
-    """Returns whether an entry of this name would change the meaning of an item."""
-    return names.is_part_of_tree(name) or key_folder([name]) is not None
 
 
 # --- values ----------------------------------------------------------------------------------

@@ -37,11 +37,13 @@ _logger = logging.getLogger("jaxckpt")
 # Files that are in every directory of ours, from the first moment to the last. By them the next
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
+_WHOLE = (names.RECORD, names.COMMIT_MARKER)  # what a replacement has once it is complete
 _LEFT_ALONE = "left alone: another writer is saving there"
 _NO_LOCKS = (
     "left alone: this storage has no file locks, so its writer may be alive. Remove it if no job "
     "is saving there."
 )
+_UNLOCKED = Hold()
 _COMMITTED = " has committed"  # after the token of a writer, while its file is removed
 _REMAINS = "removing the remains of an interrupted save or deletion"
 Check = Callable[[], object]  # see the module
@@ -66,7 +68,7 @@ class RenameCommit:
 
     storage: Storage
     path: str
-    hold: Hold | None = None  # lasts as long as its process
+    hold: Hold = _UNLOCKED  # lasts as long as its process
     replaces: ClassVar = True  # a checkpoint by a new one
 
     def work(self, token: str) -> Work:
@@ -79,10 +81,10 @@ class RenameCommit:
         around = listing(storage, parent)
         if around is None or not any(names.may_be_left(entry, name) for entry in around):
             return around
-        replacement = names.replacement(name)
-        if replacement in around and _is_whole(storage, beside(self.path, replacement)):
+        new = beside(self.path, replacement := names.replacement(name))
+        if replacement in around and all(storage.kind(f"{new}/{f}") == "file" for f in _WHOLE):
             warn(self.path, "finishing an interrupted replacement")
-            self._put_in_place(beside(self.path, replacement))
+            self._put_in_place(new)
             around = storage.entries(parent)
         spare = token and self.work(token).path
         for entry in around:
@@ -205,7 +207,7 @@ class MarkerCommit:
 
     storage: Storage
     path: str
-    hold: Hold | None = None  # by which other writers are kept out
+    hold: Hold = _UNLOCKED  # by which other writers are kept out
     replaces: ClassVar = False
 
     def work(self, token: str) -> Work:
@@ -273,7 +275,7 @@ class MarkerCommit:
             storage.write(writer, mine)
             is_ours = True
         try:
-            yield replace(self, hold=hold) if is_ours or hold is not None else None
+            yield replace(self, hold=hold or _UNLOCKED) if is_ours or hold is not None else None
         finally:
             if hold is not None:
                 hold.release()
@@ -414,7 +416,7 @@ class MarkerCommit:
         """
         if claim is not None:
             with claim.kept() as hold:
-                replace(self, hold=hold)._remove_files(files)
+                replace(self, hold=hold or _UNLOCKED)._remove_files(files)
             return
         with contextlib.ExitStack() as stack:
             take = partial(stack.enter_context, self._taken(by_force=by_force))
@@ -492,7 +494,7 @@ class MarkerCommit:
 
     def _refuse_lost(self) -> None:
         """Raises SaveFailed if another writer may have taken the lock, and written files."""
-        if self.hold is not None and not self.hold.goes_on():
+        if not self.hold.goes_on():
             raise SaveFailed(
                 f"{self.path}: this process did not renew its lock in time, and another writer "
                 "took over. Verify what is there, and let only one job save here."
@@ -553,7 +555,7 @@ class Claim:
         self._storage.delete_files([*mine, *files])
 
 
-def commit_of(storage: Storage, path: str, hold: Hold | None = None) -> Commit:
+def commit_of(storage: Storage, path: str, hold: Hold = _UNLOCKED) -> Commit:
     """Returns how the checkpoint at a path is committed and removed; by its writer, with a lock."""
     return (RenameCommit if storage.atomic_rename else MarkerCommit)(storage, path, hold)
 
@@ -581,12 +583,6 @@ def read_small(storage: Storage, file: str) -> str | None:
         return storage.read(file, max_bytes=step.MAX_RECORD_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _is_whole(storage: Storage, path: str) -> bool:
-    return all(
-        storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
-    )
 
 
 def take_away(storage: Storage, path: str, to: str, *, check: Check) -> None:

@@ -75,7 +75,7 @@ def damaged_chunks(
             units = inner_places(storage, folder, chunk.stored, place)
         return all(
             crc_of(at, count - CRC_BYTES) == crc
-            and crc_of(at + count - CRC_BYTES, CRC_BYTES) == _crc_of_crc(crc)
+            and crc_of(at + count - CRC_BYTES, CRC_BYTES) == checksum(crc.to_bytes(4, "little"))
             for (_, at, count), crc in zip(units, written.sums[chunk.sums], strict=True)
         )
 
@@ -88,10 +88,6 @@ def damaged_chunks(
             pass
         bad.append(chunk)
     return bad
-
-
-def _crc_of_crc(crc: int) -> int:
-    return checksum(crc.to_bytes(CRC_BYTES, "little"))
 
 
 def mend(

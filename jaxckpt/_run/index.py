@@ -564,7 +564,7 @@ def write_run_metadata(index: StepIndex, metadata: Mapping[str, Any]) -> None:
     folder = f"{index.root}/{names.ROOT_METADATA}"
     if not run_metadata(index):
         index.storage.make_dir(folder)
-        data = run.encode_metadata(metadata)
+        data = jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
         index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
     if run_metadata(index) != metadata:
         index.report(f"{folder} has other run_metadata than this job, and stays as it is")

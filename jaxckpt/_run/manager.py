@@ -550,10 +550,9 @@ class CheckpointManager:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
         ranked = [info.step for info in self._resume.ranked()]
-        if not ranked:
-            self._resume.report_unranked()
-        indexes = [root.index for root in self._roots]
-        return next((n for n in ranked if any(one.is_whole(n) for one in indexes)), None)
+        return next(
+            (n for n in ranked if any(root.index.is_whole(n) for root in self._roots)), None
+        )
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none."""

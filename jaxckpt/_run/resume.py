@@ -153,19 +153,18 @@ class Resume:
         return _by_step(reachable(self.roots, lambda root: root.index.steps()))
 
     def ranked(self) -> list[StepInfo]:
-        """Returns the steps by the metric of the policy, the best first."""
-        return self._ranked(self.listed())
+        """Returns the steps by the metric of the policy, the best first; reports if none has it."""
+        there = self.listed()
+        ranked = self._ranked(there)
+        infos = [] if ranked else self._infos(there)
+        if any(info.metrics for info in infos):
+            self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(infos)}")
+        return ranked
 
     def _ranked(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
         return self.keep.ranked(self._infos(there))
-
-    def report_unranked(self) -> None:
-        """Reports which metrics the steps have, if they lack the policy's metric."""
-        there = self.listed()
-        if any(info.metrics for info in self._infos(there)):
-            self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
         """Returns the facts about each step, from the nearest root that has it."""

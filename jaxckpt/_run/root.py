@@ -26,7 +26,7 @@ from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
 from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CheckpointError
-from jaxckpt.format import names, run
+from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, first_of, text_of
@@ -97,7 +97,7 @@ class Root:
         index = self.index
         try:
             listed = [*index.listing().steps.values(), posixpath.basename(index.path(step))]
-            index.storage.write(f"{index.root}/{names.STEPS}", run.encode_steps(listed))
+            index.storage.write(f"{index.root}/{names.STEPS}", jsontext.dumps(listed))
         except OSError as error:
             index.report(f"peers do not find the newest steps in {index.root}: {error}")
 

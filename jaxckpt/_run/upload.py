@@ -145,7 +145,8 @@ def upload(
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
             sending.clear(known)
-            about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
+            lineage = {"by": "upload", "path": found.path, "token": found.origin}
+            about = {"lineage": lineage, "item": record.item, "life": record.life}
             about["differences"] = record.differences
             was_pinned = _pin(found, target.storage, work.path, sending.check)
             attempt.commit(files, known=known, **about)
@@ -162,7 +163,8 @@ def upload(
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
         _follow_pin(found, target.storage, path, was_pinned)
-        copy_run_metadata(source, target)
+        if (metadata := run_metadata(source)) and not run_metadata(target):
+            write_run_metadata(target, metadata)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
 
@@ -223,11 +225,6 @@ def upload_token(found: Found) -> str:
     return hashlib.sha256(f"upload {found.origin}".encode()).hexdigest()[:16]
 
 
-def lineage_of(found: Found) -> dict[str, str | None]:
-    """Returns the source of a copy, for its record."""
-    return {"by": "upload", "path": found.path, "token": found.origin}
-
-
 def already_there(found: Found, record: Record, target: StepIndex, step: int) -> Uploaded:
     """Returns the copy in the target; StepExists if that is another step."""
     there = find(target.storage, target.check_step(step))
@@ -257,12 +254,6 @@ def _follow_pin(found: Found, storage: Storage, path: str, was_pinned: bool) -> 
             storage.delete_files([pin])
     elif was_pinned and not is_pinned and found.storage.kind(found.path) is not None:
         storage.delete_files([pin])
-
-
-def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
-    """Copies the metadata of a run, unless the target has some."""
-    if (metadata := run_metadata(source)) and not run_metadata(target):
-        write_run_metadata(target, metadata)
 
 
 @dataclass(slots=True)

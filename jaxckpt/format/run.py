@@ -156,10 +156,6 @@ class Identity:
     directory: str = ""  # in a local directory of the run: the URL of the run's directory
 
 
-def encode_steps(steps: Sequence[str]) -> bytes:
-    return jsontext.dumps(list(steps))
-
-
 def decode_steps(data: bytes, *, file: str) -> list[str]:
     """Returns the names of steps; leaves out all other names."""
     return _steps_in(expect(jsontext.loads(data, file=file), list, "the file", file=file))
@@ -178,10 +174,6 @@ class Owner:
     pid: int
     opened_ns: int
     keep: Mapping[str, Any] = field(default_factory=dict)  # its `KeepPolicy`, without functions
-
-
-def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    return jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
 
 
 def decode_metadata(data: bytes, *, file: str) -> dict[str, Any]:
