@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+from jaxckpt.format import names
 from jaxckpt.storage import locate
 from tests.stores.children import LEASE_S
 from tests.stores.proxy import Hang
@@ -49,6 +50,24 @@ def end_leases(url):
     storage, path = locate(url)
     storage._probe(f"{path}/f")  # which finds out what time it is there
     storage._clock += LEASE_S + 2
+
+
+def wait_for_lease(url):
+    """Waits until others may take the lock of a writer that stands still, if it has one.
+
+    The store's times have whole seconds.
+    """
+    storage, path = locate(f"{url}/{names.WRITER}")
+    storage._probe(path)
+
+    def is_over():
+        try:
+            renewed_s = storage._head(path)["last_modified"].timestamp()
+        except FileNotFoundError:
+            return True
+        return time.monotonic() + storage._clock > renewed_s + LEASE_S + 1
+
+    wait_until(is_over)
 
 
 def wait_for(fault, pid):

@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from urllib.parse import unquote
 
 import pytest
@@ -19,7 +18,7 @@ from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.faults.jobs import started
 from tests.stores import children
 from tests.stores.children import is_state, state
-from tests.stores.killing import end_leases, wait_for
+from tests.stores.killing import wait_for, wait_for_lease
 from tests.stores.proxy import Hold
 from tests.stores.test_leftovers import files_of, steps_with_files
 from tests.waiting import wait_until
@@ -134,8 +133,7 @@ def test_a_writer_that_stood_still_spoils_no_later_save(place, zygote, trial, ev
         with trial("45", f"stopped after request {number}, beside {is_left}"):
             os.kill(pid, signal.SIGSTOP)
             until.set()  # it finds the answer when it goes on
-            time.sleep(children.LEASE_S)
-            end_leases(path)
+            wait_for_lease(path)
             jaxckpt.save(path, state(3), overwrite="delete_first")
             os.kill(pid, signal.SIGCONT)
             said = zygote.answers()[0]
@@ -157,8 +155,7 @@ def test_a_commit_that_the_next_job_has_found_is_not_taken_back(place, zygote, t
     with trial("45", "stopped after the marker"):
         os.kill(pid, signal.SIGSTOP)
         until.set()
-        time.sleep(children.LEASE_S)
-        end_leases(f"{run}/2")
+        wait_for_lease(f"{run}/2")
         with jaxckpt.CheckpointManager(run) as manager:
             assert manager.all_steps() == [1, 2]
             assert not any(names.WRITER in file for file in files_of(run))
