@@ -56,7 +56,7 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to unite the tables of all processes, in total and per key."""
-    from jaxckpt._disk.commit import Work
+    from jaxckpt._disk.attempt import Work
     from jaxckpt._disk.places import Table, decode_table, encode_table, unite
     from jaxckpt.format import names
     from jaxckpt.format.ocdbt import Place

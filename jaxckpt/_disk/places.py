@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.arrays import decode_index, index_bytes

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxckpt._disk.commit import Check
+from jaxckpt._disk.attempt import Check
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record

@@ -46,7 +46,8 @@ from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 from jaxckpt._core.text import size_text
-from jaxckpt._disk.commit import Commit, Fence, commit_of, read_small, warn
+from jaxckpt._disk.attempt import Fence, read_small, warn
+from jaxckpt._disk.commit import Commit, commit_of
 from jaxckpt._disk.found import lacks_marker
 from jaxckpt._version import __version__
 from jaxckpt.errors import (

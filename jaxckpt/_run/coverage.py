@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxckpt._core.spread import grouped
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, NotHere, Wanted, check_sizes
 from jaxckpt._disk.places import Table, unite

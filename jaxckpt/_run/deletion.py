@@ -34,7 +34,10 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, final
 
-from jaxckpt._disk.commit import Claim, Files, commit_of, take_away
+from jaxckpt._disk.attempt import Files
+from jaxckpt._disk.by_marker import Claim
+from jaxckpt._disk.by_rename import take_away
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import choose_item

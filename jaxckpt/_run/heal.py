@@ -24,7 +24,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.commit import Check, commit_of
+from jaxckpt._disk.attempt import Check
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted, file_problem

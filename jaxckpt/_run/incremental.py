@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.data_files import give_way
 from jaxckpt._run.root import Root
 from jaxckpt._save.snapshot import SaveItem, TreeItem, folder_of

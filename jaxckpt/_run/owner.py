@@ -20,7 +20,7 @@ from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any, final
 
-from jaxckpt._disk.commit import remove_writer
+from jaxckpt._disk.by_marker import remove_writer
 from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import check_id

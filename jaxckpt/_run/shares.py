@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.checksums import starts_of, units_by_key
-from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import open_item

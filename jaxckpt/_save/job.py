@@ -27,7 +27,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.commit import Work, commit_of, warn
+from jaxckpt._disk.attempt import Work, warn
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.transaction import Overwrite, Transaction
 from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import SaveFailed

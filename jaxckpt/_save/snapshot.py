@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxckpt._core.transfer import arrived, stage
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.commit import Work
 from jaxckpt._disk.places import (
     Table,
     check_complete,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names

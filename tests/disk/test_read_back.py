@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager
 from jaxckpt._disk import read_back
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.read_back import damaged_chunks
 from jaxckpt._save import unchanged
 from jaxckpt._save.snapshot import take_tree

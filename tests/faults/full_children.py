@@ -211,7 +211,7 @@ def make_room(top, real, how):
 
 def keep_quiet(top, room):
     """A control: what fails is left over."""
-    from jaxckpt._disk.commit import RenameCommit
+    from jaxckpt._disk.by_rename import RenameCommit
 
     RenameCommit.abort = lambda self, token, *, published: None
     fill_up(top, False, room)

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 
-from jaxckpt._disk.commit import Work
+from jaxckpt._disk.attempt import Work
 from jaxckpt.format.step import FileFacts
 from jaxckpt.multihost import Single
 from jaxckpt.orbax._handling import FolderItem
