@@ -57,7 +57,6 @@ _LAST_NAME: Final = "\U0010ffff"
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-_NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
 # A peer that is late by so much is left out, since there is another place to read from.
 _PEER: Final = StoreSettings(timeout_s=60.0, stall_s=10.0, tries=1)
 _DELETED_AT_ONCE = {"az": 256, "s3": 1000}  # in one request of the client
@@ -221,7 +220,8 @@ class ObjectStorage(WithoutDirectories):
 
     def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         if isinstance(data, bytes):
-            self._put(path, data)
+            put_once = partial(self._put_once, path, data, "overwrite")
+            self.requests.change("write", path, put_once)
             return
         by_grpc = self.settings.grpc_endpoint is not None
         some, first, size = iter(data), [], 0
@@ -254,46 +254,44 @@ class ObjectStorage(WithoutDirectories):
         self._probe(path)
         return self._create(path, data) is not None
 
-    def _create(self, path: str, data: bytes, **attributes: str) -> Version | None:
-        """Creates an object; returns its version, or None if there was one."""
+    def _create(self, path: str, data: bytes, token: str | None = None) -> Version | None:
+        """Creates an object; returns its version, or None if there was one.
+
+        Args:
+            token: Of the lock, if the object is a held one.
+        """
 
         def put() -> Version | None:
             try:
-                return self._put_once(path, data, "create", attributes)
+                return self._put_once(path, data, "create", token)
             except Exception as error:
                 if not is_condition(error):
                     raise
                 # Ours after all, if the answer to an earlier try was lost, here or at a proxy.
-                return self._mine(path, data, attributes)
+                return self._mine(path, data, token)
 
         try:
             return self.requests.change("create", path, put)
         except StoreError:
             with contextlib.suppress(OSError):
-                if (mine := self._mine(path, data, attributes, tries=1)) is not None:
+                if (mine := self._mine(path, data, token, tries=1)) is not None:
                     return mine
             raise
 
     def _mine(
-        self, path: str, data: bytes, attributes: Mapping[str, str], *, tries: int | None = None
+        self, path: str, data: bytes, token: str | None, *, tries: int | None = None
     ) -> Version | None:
-        """Returns the version of an object if this writer created it."""
+        """Returns the version of an object if this writer wrote it."""
         with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):  # the latter: too large
             answer, found = self._get(path, max(len(data), 1), tries=tries)
-            if found == data and answer.attributes.get(_HELD) == attributes.get(_HELD):
+            if found == data and answer.attributes.get(_HELD) == token:
                 return answer.meta
         return None
 
-    def _put(self, path: str, data: bytes) -> Version:
-        return self.requests.change("write", path, partial(self._put_once, path, data, "overwrite"))
-
-    def _put_once(
-        self, path: str, data: bytes, mode: Any, attributes: Mapping[str, str] = _NO_ATTRIBUTES
-    ) -> Version:
-        key = self._key(path)
-        return obs().put(
-            self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
-        )
+    def _put_once(self, path: str, data: bytes, mode: Any, token: str | None = None) -> Version:
+        key, options = self._key(path), {"mode": mode, "use_multipart": False}
+        attributes = {} if token is None else {_HELD: token}
+        return obs().put(self._store, key, data, attributes=attributes, **options)
 
     def link(self, src: str, dst: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -340,20 +338,17 @@ class ObjectStorage(WithoutDirectories):
             answer, found = None, b""
         if answer is None:
             data = token.encode() if data is None else data
-            made = self._create(path, data, **{_HELD: token})
-            return None if made is None else self._held(path, data, token, made, asked_s)
-        was_held = answer.attributes.get(_HELD)
-        if was_held and not self._is_over(answer.meta):
+            version = self._create(path, data, token)
+        else:
+            was_held = answer.attributes.get(_HELD)
+            if was_held and not self._is_over(answer.meta):
+                return None
+            if data is None:
+                # The former holder must find another version, which may be a hash of the bytes.
+                data = token.encode() if was_held or not found else found
+            version = self._replace(path, data, token, answer.meta)
+        if version is None:
             return None
-        if data is None:
-            # The former holder must find another version, and a version may be a hash of the bytes.
-            data = token.encode() if was_held or not found else found
-        taken = self._replace(path, data, token, answer.meta)
-        return None if taken is None else self._held(path, data, token, taken, asked_s)
-
-    def _held(
-        self, path: str, data: bytes, token: str, version: Version, asked_s: float
-    ) -> LeasedLock:
         write, lease_s = partial(self._replace, path, data, token), self.settings.lease_s
         return LeasedLock(path, lease_s, version, write, asked_s=asked_s).start()
 
@@ -380,25 +375,17 @@ class ObjectStorage(WithoutDirectories):
             tries: How often to ask. If None, as often as in the settings.
         """
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
-        attributes = {_HELD: token} if held else {}
 
         def put() -> Version | None:
             try:
-                return self._put_once(path, data, mode, attributes)
+                return self._put_once(path, data, mode, token if held else None)
             except Exception as error:
                 if not is_condition(error) and not isinstance(error, FileNotFoundError):
                     raise
                 # An earlier try, here or at an earlier renewal, may have acted.
-                return self._mine_by_token(path, token) if held else None
+                return self._mine(path, data, token) if held else None
 
         return self.requests.change("lock", path, put, tries=tries)
-
-    def _mine_by_token(self, path: str, token: str) -> Version | None:
-        try:
-            answer, _ = self._get(path)
-        except FileNotFoundError:
-            return None
-        return answer.meta if answer.attributes.get(_HELD) == token else None
 
     # --- what the store can do -----------------------------------------------------------------
 
