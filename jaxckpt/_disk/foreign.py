@@ -195,7 +195,7 @@ def _read_keys(
     from jaxckpt.storage._arrays import data_errors
     from jaxckpt.storage._staged import open_reader
 
-    with data_errors(path, None):
+    with data_errors(path):
         reader = open_reader(found.storage, path, database=database)
         return reader.values([(key, None) for key in keys])
 
@@ -359,7 +359,7 @@ def _array_names(found: Found, path: str, database: bool) -> list[str]:
     from jaxckpt.storage._arrays import data_errors
     from jaxckpt.storage._staged import open_reader
 
-    with data_errors(path, None):
+    with data_errors(path):
         keys = open_reader(found.storage, path, database=True).keys()
     ends = (f"/{names.ZARR2}", f"/{names.ZARR3}")
     return [key.rpartition("/")[0] for key in keys if key.endswith(ends)]

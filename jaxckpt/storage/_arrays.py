@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -326,18 +326,15 @@ def read_into(
         ]
 
 
-class data_errors:  # lower case, as in `with data_errors(path, leaf):`
-    """Turns TensorStore's errors about stored data into errors that name file and leaf."""
-
-    def __init__(self, path: str, leaf: str | None) -> None:
-        self._path, self._leaf = path, leaf
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (ValueError, OSError)) and not isinstance(error, CheckpointError):
-            raise data_error(error, self._path, self._leaf) from error
+@contextlib.contextmanager
+def data_errors(path: str) -> Iterator[None]:
+    """Turns TensorStore's errors about stored data into errors that name the file."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise data_error(error, path, None) from error
 
 
 # How TensorStore's text begins if a store refused or did not answer; not if the data is bad.

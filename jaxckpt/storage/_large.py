@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -110,12 +109,7 @@ class LargeFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.discard()
         with contextlib.suppress(OSError):

@@ -59,11 +59,15 @@ class MemoryStorage(WithoutDirectories):
         return len(self._value(path))
 
     def entries(self, path: str) -> dict[str, Entry]:
-        keys = _below(path)
-        found = {key.partition("/")[0]: Entry("dir", 0) for key in keys if "/" in key}
-        for key in keys:
-            if "/" not in key and (data := _files.get(_prefix(path) + key)) is not None:
-                found[key] = Entry("file", len(data))
+        prefix, found = _prefix(path), dict[str, Entry]()
+        for file, data in _files.copy().items():
+            name, slash, _ = file.removeprefix(prefix).partition("/")
+            if file.startswith(prefix) and slash:
+                found.setdefault(name, Entry("dir", 0))
+            elif file.startswith(prefix):
+                found[name] = Entry("file", len(data))
+        if not found:
+            raise _os_error(errno.ENOENT, path)
         return dict(sorted(found.items()))
 
     def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
@@ -121,14 +125,6 @@ class _MemoryHold(Hold):
 def _under(path: str) -> list[str]:
     prefix = _prefix(path)
     return [file for file in list(_files) if file.startswith(prefix)]
-
-
-def _below(path: str) -> list[str]:
-    prefix = _prefix(path)
-    keys = sorted(file[len(prefix) :] for file in _under(path))
-    if not keys:
-        raise _os_error(errno.ENOENT, path)
-    return keys
 
 
 def _prefix(path: str) -> str:
