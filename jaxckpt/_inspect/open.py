@@ -180,7 +180,7 @@ class Checkpoint:
         tree = self._tree
         if tree is None or not leaves:
             return {}
-        from jaxckpt._inspect.statistics import statistics  # and with it TensorStore
+        from jaxckpt._inspect.value_stream import statistics  # and with it TensorStore
 
         return while_current(self._found, lambda _: statistics(tree, leaves))
 

@@ -25,8 +25,7 @@ import jaxckpt
 from jaxckpt._core.box import whole
 from jaxckpt._disk.find import find
 from jaxckpt._disk.item import open_tree
-from jaxckpt._inspect.statistics import statistics
-from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
+from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of, statistics
 from jaxckpt.storage import locate
 from tests.strategies import host_arrays, random_bits, shapes
 
