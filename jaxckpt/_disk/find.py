@@ -28,6 +28,7 @@ from jaxckpt._disk.found import (
     Found,
     array_names,
     check_sizes,
+    corrupt,
     find_items,
     is_current,
     is_item,
@@ -253,8 +254,8 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     handled = {n: f"{path}/{n}" for n in found.metadata.handlers if n in entries}
     items = _items(found, entries) or handled  # which only a program's own handlers read
     if not items:
-        what = f"{path} is a checkpoint without items; it contains {', '.join(sorted(entries))}"
-        raise CorruptCheckpoint(what, file=path)
+        shown = ", ".join(sorted(entries))
+        raise corrupt(path, f"is a checkpoint without items; it contains {shown}")
     items.pop(found.deleting or "/", None)
     return replace(found, items=items)
 
@@ -290,11 +291,10 @@ def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
 
 
 def _no_record(path: str) -> CorruptCheckpoint:
-    file = f"{path}/{names.RECORD}"
-    return CorruptCheckpoint(
-        f"{file} is missing: the list of the checkpoint's files. Mend it from another copy with "
-        "`jaxckpt heal`, or restore an older checkpoint.",
-        file=file,
+    return corrupt(
+        f"{path}/{names.RECORD}",
+        "is missing: the list of the checkpoint's files. Mend it from another copy with `jaxckpt "
+        "heal`, or restore an older checkpoint.",
     )
 
 

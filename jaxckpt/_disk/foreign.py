@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
+from jaxckpt._disk.found import Found, array_names, corrupt, key_folder, zarr_version
 from jaxckpt._disk.native import (
     Item,
     check_data_files,
@@ -101,7 +101,7 @@ def _read_random_key(found: Found, name: str, folder: str) -> Item:
     path = found.items[name]
     data = f"{path}/{folder}"
     if found.contents(path).get(folder) != "dir":
-        raise CorruptCheckpoint(f"{data} is not a directory", file=data)
+        raise corrupt(data, "is not a directory")
     inner = replace(found, items={name: data})
     inner.refuse_holes(data)
     if names.TREE_METADATA in found.contents(data):
@@ -144,7 +144,7 @@ def _looks_bare(item: Item) -> bool:
 def _bare(item: Item) -> Item:
     """Returns the item as a tree that is one leaf."""
     if len(item.tree.leaves) != 1:
-        raise CorruptCheckpoint(f"{item.path} should be one array", file=item.path)
+        raise corrupt(item.path, "should be one array")
     leaf = item.tree.leaves[0]
     bare = replace(leaf, path=(), key_types=(), alias=leaf.name)
     return replace(item, tree=replace(item.tree, leaves=(bare,), root=None, typed=True))
@@ -344,10 +344,8 @@ def _find_tree(found: Found, path: str, database: bool) -> Tree:
         if has_newer and named != [names.ARRAY_ITEM_LEAF]:
             leaves = []
     if not leaves:
-        file = f"{path}/{names.TREE_METADATA}"
-        raise CorruptCheckpoint(
-            f"{file} is missing, and no other file describes the tree", file=file
-        )
+        what = "is missing, and no other file describes the tree"
+        raise corrupt(f"{path}/{names.TREE_METADATA}", what)
     probe = next((leaf for leaf in leaves if leaf.has_array), None)
     version = 2 if probe is None else _zarr_version(found, path, probe, database)
     return Tree(leaves=tuple(leaves), zarr_version=version, uses_ocdbt=database, fill_missing=True)

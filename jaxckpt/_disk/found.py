@@ -32,6 +32,11 @@ def lacks_marker(path: str, entries: Container[str]) -> bool:
 Wanted = tuple[str | None, str]
 
 
+def corrupt(file: str, what: str, leaf: str | None = None) -> CorruptCheckpoint:
+    """Returns the error for a bad file, as a sentence about it."""
+    return CorruptCheckpoint(f"{file} {what}", leaf=leaf, file=file)
+
+
 class NotHere(CheckpointNotFound):
     """The share of a process lacks what another process has saved on its own disk."""
 
@@ -145,16 +150,14 @@ class Found:
             if name not in there:
                 if has_items and kind == "dir":
                     continue
-                raise CorruptCheckpoint(
-                    f"{path} is missing. Restore an older checkpoint.", file=path
-                )
+                raise corrupt(path, "is missing. Restore an older checkpoint.")
             # A link in place of an item would lead elsewhere.
             if there[name].kind != kind:
                 what = "directory" if kind == "dir" else "regular file"
-                raise CorruptCheckpoint(
-                    f"{path} is not the {what} that was written there. A checkpoint contains no "
-                    "links; `cp -rL` makes a copy without them.",
-                    file=path,
+                raise corrupt(
+                    path,
+                    f"is not the {what} that was written there. A checkpoint contains no links; "
+                    "`cp -rL` makes a copy without them.",
                 )
 
     def read(self, folder: str, name: str) -> bytes:
@@ -173,16 +176,13 @@ class Found:
         if data is None or facts.sha256 != step.digest(data):
             entry = self.entries(folder).get(name)
             if entry is None:
-                raise CorruptCheckpoint(f"{file} is missing", file=file)
+                raise corrupt(file, "is missing")
             if data is not None and facts.sha256 is None and len(data) == facts.size:
                 return data
             if problem := pointer_problem(self.storage, file):
-                raise CorruptCheckpoint(f"{file} {problem}", file=file)
-            raise CorruptCheckpoint(
-                f"{file} is damaged: its {entry.size} bytes differ from the {facts.size} that "
-                "were written. Restore an older checkpoint.",
-                file=file,
-            )
+                raise corrupt(file, problem)
+            what = f"its {entry.size} bytes differ from the {facts.size} that were written"
+            raise corrupt(file, f"is damaged: {what}. Restore an older checkpoint.")
         return data
 
 
@@ -247,8 +247,7 @@ def check_sizes(found: Found) -> None:
     """
     for name, facts in present_files(found).items():
         if problem := file_problem(found, name, facts):
-            file = f"{found.path}/{name}"
-            raise CorruptCheckpoint(f"{file} {problem}", file=file)
+            raise corrupt(f"{found.path}/{name}", problem)
 
 
 def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:

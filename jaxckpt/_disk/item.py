@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.collector import paused
-from jaxckpt._disk.found import Found, JsonItem, find_trees, is_item, json_name
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+from jaxckpt._disk.found import Found, JsonItem, corrupt, find_trees, is_item, json_name
+from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format import jsontext, names, safetensors, step, tree
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ def choose_item(found: Found, item: str | None) -> str:
             )
         return item
     for name in lost_trees(found):
-        file = f"{found.path}/{name}"
-        text = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
-        raise CorruptCheckpoint(text, file=file)
+        text = f"is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
+        raise corrupt(f"{found.path}/{name}", text)
     if len(items) == 1:
         return next(iter(items))
     trees = find_trees(found)

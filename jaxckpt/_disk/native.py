@@ -10,7 +10,7 @@ from typing import Final
 from jaxckpt._core.text import nearest
 from jaxckpt._disk import checksums
 from jaxckpt._disk.checksums import Sums
-from jaxckpt._disk.found import Found
+from jaxckpt._disk.found import Found, corrupt
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import arrays, names, sharding, step, tree
 from jaxckpt.format.safetensors import Tensor
@@ -61,8 +61,7 @@ def read_tree(found: Found, name: str, saved: Tree, before: int | None = None) -
     """
     path = found.items[name]
     if found.record is None and found.path != path:
-        file = f"{found.path}/{names.RECORD}"
-        raise CorruptCheckpoint(f"{file} is missing", file=file)
+        raise corrupt(f"{found.path}/{names.RECORD}", "is missing")
     data_bytes = check_data_files(found, path)
     database = names.OCDBT_MANIFEST in found.entries(path)
     saved = with_texts(found, path, saved)
@@ -120,21 +119,18 @@ def check_data_files(found: Found, path: str) -> int:
             total += size
             is_data = name == names.OCDBT_DATA or name.startswith(names.OCDBT_PROCESS)
             if is_data and kind != "dir":
-                file = f"{folder}/{name}"
-                raise CorruptCheckpoint(f"{file} is not a directory", file=file)
+                raise corrupt(f"{folder}/{name}", "is not a directory")
             if is_data:
                 folders.append(f"{folder}/{name}")
     return total
 
 
 def special_file(file: str, leaf: str | None = None) -> CorruptCheckpoint:
-    what = f"{file} is a link or a special file; a checkpoint contains none"
-    return CorruptCheckpoint(what, leaf=leaf, file=file)
+    return corrupt(file, "is a link or a special file; a checkpoint contains none", leaf)
 
 
 def missing_database(path: str) -> CorruptCheckpoint:
-    file = f"{path}/{names.OCDBT_MANIFEST}"
-    return CorruptCheckpoint(f"{file} is missing, and with it every array", file=file)
+    return corrupt(f"{path}/{names.OCDBT_MANIFEST}", "is missing, and with it every array")
 
 
 def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, database: bool) -> None:

@@ -17,7 +17,7 @@ from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
-from jaxckpt._disk.found import Found
+from jaxckpt._disk.found import Found, corrupt
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import jsontext, safetensors
@@ -59,11 +59,8 @@ def _read_shards(
     for name, tensors in sorted(wanted.items()):
         shard = _real(storage, f"{folder}/{name}")
         if posixpath.dirname(shard) not in allowed:
-            raise CorruptCheckpoint(
-                f"{folder}/{name} is a link to {shard}, out of the directory of the index. Put the "
-                "files beside the index.",
-                file=f"{folder}/{name}",
-            )
+            what = f"is a link to {shard}, out of the directory of the index. Put the files beside"
+            raise corrupt(f"{folder}/{name}", f"{what} the index.")
         headers[shard] = _read_header(storage, shard)
         if odd := tensors ^ {tensor.name for tensor in headers[shard].tensors}:
             raise CorruptCheckpoint(
@@ -83,7 +80,7 @@ def _real(storage: Storage, file: str) -> str:
 def _read_header(storage: Storage, file: str) -> Header:
     size = storage.size(file)
     if size < safetensors.LENGTH_BYTES:
-        raise CorruptCheckpoint(f"{file} is not a safetensors file: {size} bytes", file=file)
+        raise corrupt(file, f"is not a safetensors file: {size} bytes")
     length = np.empty(safetensors.LENGTH_BYTES, np.uint8)
     storage.read_into(file, 0, [length])
     text = np.empty(safetensors.header_bytes(length.tobytes(), size, file=file), np.uint8)
@@ -230,8 +227,7 @@ class Tensors:
                 self._item.found.storage.read_into(file, start, [flat[at : at + size]])
                 at += size
         except EOFError as error:
-            what = f"{file} was truncated: {error}"
-            raise CorruptCheckpoint(what, leaf=read.leaf.text, file=file) from error
+            raise corrupt(file, f"was truncated: {error}", read.leaf.text) from error
         if not is_direct:
             some, leaf = values[here.within(box)], read.leaf.text
             out[...] = cast(some, out.dtype, leaf=leaf, where=self._item.path)
