@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import CorruptCheckpoint, damaged, lfs_problem
@@ -81,6 +82,16 @@ def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise damaged(file, f"{what} must be {kind.__name__}, got {short(value)}")
     return value
+
+
+def maybe_expect(value: Any, kind: type[T], what: str, *, file: str) -> T | None:
+    """Returns None for a field that is missing or null; else does the same as `expect`."""
+    return None if value is None else expect(value, kind, what, file=file)
+
+
+def given(fields: Mapping[str, object]) -> dict[str, Any]:
+    """Returns the fields that are not None, to be written."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
-from jaxckpt.format.jsontext import expect
+from jaxckpt.format.jsontext import expect, given
 
 MAX_BYTES: Final = 1 << 20
 # A longer number is a date or a hash, not a step.
@@ -206,8 +206,7 @@ RootFile = TypeVar("RootFile", Identity, Owner, Doomed, Lease)
 
 
 def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
-    top = {one.name: getattr(record, one.name) for one in fields(record)}
-    return jsontext.dumps({name: value for name, value in top.items() if value is not None})
+    return jsontext.dumps(given({one.name: getattr(record, one.name) for one in fields(record)}))
 
 
 def decode(kind: type[RootFile], data: bytes, *, file: str) -> RootFile:

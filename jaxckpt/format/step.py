@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
 from jaxckpt.format import jsontext, names
-from jaxckpt.format.jsontext import expect
+from jaxckpt.format.jsontext import expect, given, maybe_expect
 
 VERSION: Final = 1
 MAX_STARTS: Final = 32
@@ -77,17 +77,13 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
     if isinstance(handlers, str):
         handlers = {"": handlers}
     times = [top.get("init_timestamp_nsecs"), top.get("commit_timestamp_nsecs")]
-    init_ns, commit_ns = (
-        None if t is None else expect(t, int, "a timestamp", file=file) for t in times
-    )
+    init_ns, commit_ns = (maybe_expect(one, int, "a timestamp", file=file) for one in times)
     custom = top.get("custom_metadata")
     return StepMetadata(
         handlers={k: str(v) for k, v in handlers.items()} if isinstance(handlers, dict) else {},
         init_ns=init_ns,
         commit_ns=commit_ns,
-        custom_metadata=None
-        if custom is None
-        else expect(custom, dict, "custom_metadata", file=file),
+        custom_metadata=maybe_expect(custom, dict, "custom_metadata", file=file),
     )
 
 
@@ -147,8 +143,7 @@ class FileFacts:
         return cls(size=len(data), sha256=digest(data), text=text)
 
     def encoded(self) -> dict[str, Any]:
-        both = {"sha256": self.sha256, "text": self.text}
-        return {"bytes": self.size} | {k: value for k, value in both.items() if value is not None}
+        return given({"bytes": self.size, "sha256": self.sha256, "text": self.text})
 
 
 Starts = tuple[tuple[str, int | None], ...]
@@ -226,11 +221,10 @@ def decode_record(data: bytes, *, file: str) -> Record:
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
             raise damaged(file, f"invalid file path {path!r}")
-        sha256, text = entry.get("sha256"), entry.get("text")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
-            sha256=None if sha256 is None else expect(sha256, str, f"{path}: 'sha256'", file=file),
-            text=None if text is None else expect(text, str, f"{path}: 'text'", file=file),
+            sha256=maybe_expect(entry.get("sha256"), str, f"{path}: 'sha256'", file=file),
+            text=maybe_expect(entry.get("text"), str, f"{path}: 'text'", file=file),
         )
     return Record(
         writer=expect(top.get("writer"), str, "'writer'", file=file),

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
-from jaxckpt.format.jsontext import expect, expect_shape, short
+from jaxckpt.format.jsontext import expect, expect_shape, given, maybe_expect, short
 
 # Version 2 has compressed chunks, and 3 has a leaf whose name ends in a slash; other trees remain
 # readable to releases that know 1.
@@ -283,14 +283,11 @@ def _encode_value(leaf: Leaf) -> dict[str, object]:
     value_type = orbax_value_type(leaf)
     value: dict[str, object] = {"value_type": value_type, "skip_deserialize": leaf.kind == "empty"}
     ours: dict[str, object] = {}
-    if leaf.kind == "empty":
-        if leaf.container is not None:
-            ours["node"] = _encode_node(leaf.container)
-        return value | ({_OURS: ours} if ours else {})
+    if leaf.container is not None:
+        ours["node"] = _encode_node(leaf.container)
     if _ORBAX_KIND[value_type] != leaf.kind:
         ours["kind"] = leaf.kind
-    if leaf.stored is not None:
-        stored = leaf.stored
+    if (stored := leaf.stored) is not None:
         ours |= {"shape": stored.shape, "dtype": stored.dtype, "chunk": stored.chunk_shape}
         if stored.inner_shape is not None:
             ours["inner"] = stored.inner_shape
@@ -308,16 +305,10 @@ def _encode_value(leaf: Leaf) -> dict[str, object]:
 def _encode_node(node: Node | None) -> object:
     if node is None:
         return None
-    out: dict[str, object] = {"type": node.type, "names": node.names}
-    if node.keys is not None:
-        out["keys"] = node.keys
-    if node.cls is not None:
-        out["class"] = node.cls
-    if node.aux is not None:
-        out["aux"] = node.aux
-    if any(child is not None for child in node.children):
-        out["children"] = [_encode_node(child) for child in node.children]
-    return out
+    has_nodes = any(child is not None for child in node.children)
+    children = [_encode_node(child) for child in node.children] if has_nodes else None
+    facts = {"type": node.type, "names": node.names, "keys": node.keys, "class": node.cls}
+    return given({**facts, "aux": node.aux, "children": children})
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -348,7 +339,7 @@ def decode(data: bytes, *, file: str) -> Tree:
     elif isinstance(text := top.get("value_metadata_tree"), str):
         root = _rich_root(text, leaves, file)
     ocdbt, zarr3, stores_fill = (
-        None if (flag := top.get(key)) is None else expect(flag, bool, repr(key), file=file)
+        maybe_expect(top.get(key), bool, repr(key), file=file)
         for key in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
     return Tree(
@@ -478,21 +469,19 @@ def _decode_ours(kind: str, ours: Mapping[str, Any], where: str, file: str) -> d
         key: expect_shape(ours.get(key), f"{where}: {key}", file=file)
         for key in ("shape", "chunk", *inner, *of_key)
     }
-    level = ours.get("zstd")
     stored = StoredArray(
         shape=shapes["shape"],
         dtype=expect(ours.get("dtype"), str, f"{where}: dtype", file=file),
         chunk_shape=shapes["chunk"],
         inner_shape=shapes.get("inner"),
-        zstd=None if level is None else expect(level, int, f"{where}: zstd", file=file),
+        zstd=maybe_expect(ours.get("zstd"), int, f"{where}: zstd", file=file),
     )
     check_grid(stored, where=where, file=file)
-    impl = ours.get("impl")
     return {
         "kind": kind,
         "dtype": expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
         "shape": shapes.get("key_shape", stored.shape),
-        "key_impl": None if impl is None else expect(impl, str, f"{where}: impl", file=file),
+        "key_impl": maybe_expect(ours.get("impl"), str, f"{where}: impl", file=file),
         "stored": stored,
     }
 
