@@ -64,7 +64,7 @@ class Leaves:
     read: Callable[[Iterable[Tile]], Generator[tuple[Tile, Values], None, None]]  # in order
     check: Callable[[], None]  # raises if the source was replaced in the meantime
     lineage: Mapping[str, Any]
-    differences: Sequence[str] = ()  # between replicas, found when it was saved
+    differences: tuple[str, ...] = ()  # between replicas, found when it was saved
     shardings: Mapping[str, SavedSharding] = field(default_factory=dict)  # by name; all or none
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
 

@@ -28,7 +28,7 @@ from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
-from jaxckpt.format.step import FileFacts, StepMetadata
+from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf
 from jaxckpt.storage import Storage
 
@@ -86,8 +86,8 @@ def write_checkpoint(
         }
         _add_metadata(transaction, files, source, started_ns)
         known = {} if ocdbt else _facts(storage, transaction.work)
-        about = {"lineage": source.lineage, "differences": source.differences}
-        transaction.commit(files, known=known, **about)
+        about = Record(lineage=source.lineage, differences=source.differences)
+        transaction.commit(files, about, known=known)
     except BaseException as error:
         if transaction is not None:
             transaction.abort()

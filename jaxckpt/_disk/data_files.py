@@ -162,20 +162,20 @@ class DataFiles:
     def _write(self, files: Sequence[_DataFile]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:
             self._storage.make_dir(f"{self._folder}/{folder}")
-        writes, here = [self._writing(file) for file in files], threading.current_thread()
+        here = threading.current_thread()
         # On a disk, the cores write; to a store, its client does, and the threads wait.
         threads = _UPLOADS if self._storage.parallel_writes else usable_cores()
         most, compressed = _MOST_THREADS, any(file.compressed for file in files)
         if compressed:
             threads, most = usable_cores(), _MOST_COMPRESSING
         with Pool(
-            max(1, min(threads, len(writes), most)),
+            max(1, min(threads, len(files), most)),
             thread_name_prefix="jaxckpt-write",
             # Unless we run in the main thread, that thread may be training now. But threads of
             # TensorStore that begin now, to compress, would be slow for ever.
             initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
-            under_way = [pool.submit(write) for write in writes]
+            under_way = [pool.submit(self._write_one, file) for file in files]
             try:
                 for one in under_way:
                     one.result()
@@ -183,9 +183,8 @@ class DataFiles:
                 pool.shutdown(cancel_futures=True)
         self._sizes |= {file.name: file.size for file in files}
 
-    def _writing(self, file: _DataFile) -> Callable[[], None]:
-        path = f"{self._folder}/{file.name}"
-        return lambda: self._storage.write(path, self._counted(file))
+    def _write_one(self, file: _DataFile) -> None:
+        self._storage.write(f"{self._folder}/{file.name}", self._counted(file))
 
     def _counted(self, file: _DataFile) -> Iterator[Any]:
         for part in self._bytes_of(file):

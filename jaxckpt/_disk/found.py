@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import MAX_LFS_BYTES, CheckpointNotFound, CorruptCheckpoint, lfs_problem
@@ -75,6 +75,11 @@ class Found:
             return None
         lineage = self.record.lineage
         return str(lineage["token"] if lineage.get("by") == "upload" else self.record.token)
+
+    def uploaded(self, record: Record, share: tuple[int, int] | None = None) -> Record:
+        """Returns what the record of an upload, or of a share of one, says."""
+        lineage = {"by": "upload", "path": self.path, "token": self.origin}
+        return replace(record, lineage=lineage, phases={}, share=share)
 
     @property
     def removed(self) -> list[str]:

@@ -40,10 +40,10 @@ import io
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from jaxckpt._core.text import size_text
 from jaxckpt._disk.attempt import Fence, read_small, warn
@@ -60,7 +60,7 @@ from jaxckpt.errors import (
     os_code_in,
 )
 from jaxckpt.format import names, step
-from jaxckpt.format.step import FileFacts, Life, Record
+from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import (
     Entry,
     Hold,
@@ -122,40 +122,22 @@ class Transaction:
         self.hold, self.protocol = hold, commit_of(self.storage, self.path, hold)
 
     def commit(
-        self,
-        files: Mapping[str, bytes],
-        *,
-        known: Mapping[str, FileFacts] | None = None,
-        lineage: Mapping[str, Any],
-        phases: Mapping[str, float] | None = None,
-        item: str = names.STATE_ITEM,
-        share: tuple[int, int] | None = None,
-        life: Life | None = None,
-        differences: Sequence[str] = (),
+        self, files: Mapping[str, bytes], about: Record, *, known: Mapping[str, FileFacts]
     ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
+            about: What the record says beside the files, and whose they are.
             known: Facts about files already written, by path inside the checkpoint; size at least.
-            lineage, phases, item, share, life, differences: For the record.
 
         Raises:
             SaveFailed: another writer took over.
             StepExists: the path was created during the save.
         """
-        record = Record(
-            writer=f"jaxckpt {__version__}",
-            token=self.token,
-            files=self._add(files, known or {}),
-            name=posixpath.basename(self.path),
-            lineage=lineage,
-            phases=phases or {},
-            item=item,
-            share=share,
-            life=life,
-            differences=tuple(differences),
-        )
+        all_files, name = self._add(files, known), posixpath.basename(self.path)
+        writer = f"jaxckpt {__version__}"
+        record = replace(about, writer=writer, token=self.token, files=all_files, name=name)
         written = f"{self.work}/{names.RECORD}", step.encode_record(record)
         if self.overwrite and self.protocol.replaces:
             self._take_along()
@@ -213,10 +195,10 @@ class Transaction:
             # Another attempt, which goes on though it has lost the directory, may remove its files.
             if path in known or self.token in path or not names.is_of_attempt(path)
         }
-        for path, (least, sha256) in ((path, (f.size, f.sha256)) for path, f in known.items()):
+        for path, one in known.items():
             size = facts[path].size if path in facts else 0
-            size = self._size_of(path, least) if size < least else size
-            facts[path] = FileFacts(size=size, sha256=sha256)
+            size = self._size_of(path, one.size) if size < one.size else size
+            facts[path] = FileFacts(size=size, sha256=one.sha256)
         # The listing may have been made before they were written.
         for path, data in files.items():
             facts[path] = FileFacts.of(path, data)

@@ -401,14 +401,8 @@ class Coverage:
         for folder in {posixpath.dirname(file) for file in files}:
             storage.make_dir(posixpath.join(work.path, folder).rstrip("/"))
         found = Found(storage=storage, path=self.share.path(self.step), record=record)
-        attempt.commit(
-            files,
-            lineage={"by": "upload", "path": found.path, "token": found.origin},
-            item=record.item,
-            share=(self.processes.index, self.processes.count),
-            life=record.life,
-            differences=record.differences,
-        )
+        share = self.processes.index, self.processes.count
+        attempt.commit(files, found.uploaded(record, share), known={})
         root = posixpath.dirname(attempt.path)
         self.index = StepIndex(storage, root, naming=self.share.naming, quiet=True)
 

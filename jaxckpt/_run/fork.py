@@ -17,7 +17,7 @@ from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
-from jaxckpt.format.step import Life, digest
+from jaxckpt.format.step import Life, Record, digest
 from jaxckpt.storage import Storage, files_in, locate, now, store_of
 
 # Files about a checkpoint, as opposed to its data.
@@ -90,9 +90,10 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         life = Life(run=ensure_id(index, index.entries()))
         record = found.record
         item, token = (names.STATE_ITEM, None) if record is None else (record.item, record.token)
-        about = {"item": item, "lineage": {"by": "fork", "path": found.path, "token": token}}
+        lineage = {"by": "fork", "path": found.path, "token": token}
+        about = Record(lineage=lineage, item=item, life=life, differences=found.differences)
         known = {name: f for name, f in found.recorded(found.path).items() if name in files}
-        transaction.commit({}, known=known, life=life, differences=found.differences, **about)
+        transaction.commit({}, about, known=known)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError) or (

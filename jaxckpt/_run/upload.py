@@ -145,11 +145,8 @@ def upload(
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
             sending.clear(known)
-            lineage = {"by": "upload", "path": found.path, "token": found.origin}
-            about = {"lineage": lineage, "item": record.item, "life": record.life}
-            about["differences"] = record.differences
             was_pinned = _pin(found, target.storage, work.path, sending.check)
-            attempt.commit(files, known=known, **about)
+            attempt.commit(files, found.uploaded(record), known=known)
         elif attempt is not None:
             attempt.release()
     except BaseException as error:

@@ -33,7 +33,7 @@ from jaxckpt._disk.transaction import Overwrite, Transaction
 from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, step
-from jaxckpt.format.step import FileFacts, Life, StepMetadata
+from jaxckpt.format.step import FileFacts, Life, Record, StepMetadata
 from jaxckpt.multihost import Group, Json, Processes, first_of, meet, raise_if_any, slowest_of
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage, together
@@ -152,16 +152,14 @@ class SaveJob:
             with self._meter.phase("commit"), committing, _explaining(request):
                 if self._transaction is not None:
                     files, known = _describe(request, work, written)
-                    self._transaction.commit(
-                        files,
-                        known=known,
-                        lineage={},
+                    about = Record(
                         phases=self._meter.timing().phases,
                         item=request.items[0].name,
                         share=request.group.part,
                         life=request.life(),
-                        differences=request.replicas.marked if request.replicas else (),
+                        differences=tuple(request.replicas.marked if request.replicas else ()),
                     )
+                    self._transaction.commit(files, about, known=known)
             timing = self._meter.timing()
             if request.processes.index == 0:
                 _logger.info("%s", timing)

@@ -182,7 +182,8 @@ class BucketLocation:
         return Finding()
 
     def _swap(self) -> Finding:
-        version = self._storage._put(self._marker, b"3")
+        put = partial(self._storage._put_once, self._marker, b"3", "overwrite")
+        version = self._storage.requests.change("write", self._marker, put)
         swap = partial(self._storage._replace, self._marker, version=version)
         if not swap(b"4", token="doctor"):
             raise self._unconditional("it refused to replace an object of the right version")

@@ -170,9 +170,10 @@ class Life:
 class Record:
     """The contents of `_jaxckpt.json`."""
 
-    writer: str  # program and version
-    token: str  # unique to the attempt that wrote the checkpoint
-    files: Mapping[str, FileFacts]  # by path inside the checkpoint
+    # The commit sets the first four.
+    writer: str = ""  # program and version
+    token: str = ""  # unique to the attempt that wrote the checkpoint
+    files: Mapping[str, FileFacts] = field(default_factory=dict)  # by path inside the checkpoint
     name: str = ""  # the directory name it was saved under; "" if an earlier jaxckpt wrote it
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the source of copied values
     phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`

@@ -24,6 +24,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
+from jaxckpt.format.step import Record
 from jaxckpt.storage import LocalStorage, MemoryStorage, locate
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
@@ -276,7 +277,7 @@ def test_a_living_writer_is_left_alone(new_disk, caplog):
 
     world.save(world.storage, 2)
     with pytest.raises(StepExists, match="was created during the save"):
-        first.commit({}, lineage={})
+        first.commit({}, Record(), known={})
     first.abort()
 
     assert "another writer is saving there" in caplog.text

@@ -13,7 +13,7 @@ import jaxckpt
 from jaxckpt._disk import transaction
 from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.format import names
-from jaxckpt.format.step import decode_record
+from jaxckpt.format.step import Record, decode_record
 from jaxckpt.storage import locate
 from tests.commandline import cli
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
@@ -268,7 +268,7 @@ def test_a_live_save_beside_the_steps_is_not_disturbed(place):
     with jaxckpt.CheckpointManager(f"{url}/run") as manager:
         assert manager.all_steps() == [10]
         manager.save(15, state(15)).result()
-        alone.commit({"b": b"2"}, lineage={})
+        alone.commit({"b": b"2"}, Record(), known={})
         manager.save(25, state(25)).result()
         assert manager.all_steps() == [10, 15, 20, 25]
     assert {"20/a", "20/b"} <= files_of(f"{url}/run")
