@@ -63,7 +63,6 @@ _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
 _ZEROS: Final = {scalar.__name__: scalar() for scalar in SCALARS}
-_CHILDLESS: Final = (*_ARRAYS, *SCALARS, type(None))
 _MOST_LEVELS: Final = 250  # of a tree that jax is given, more than any checkpoint has
 
 # A subclass may override `str()`, so call the base class.
@@ -83,7 +82,7 @@ class Flat:
     """A tree taken apart, in the order of `jax.tree_util`, with empty containers; no values."""
 
     paths: Sequence[Path]
-    key_types: Sequence[tuple[int, ...]]
+    keys: Sequence[tuple[Any, ...]]  # jax's, of each leaf
     facts: Sequence[Mapping[str, Any]]  # the other fields of each `Leaf`, shared by leaves alike
     arrays: Sequence[int]  # the indices of the leaves that are stored as arrays
     root: Node | None  # the containers; None if the tree is one leaf
@@ -92,8 +91,8 @@ class Flat:
         """Returns the leaves, those with an array with its layout if it is given."""
         layouts = dict(zip(self.arrays, stored, strict=False))
         return tuple(
-            Leaf(path=path, key_types=types, stored=layouts.get(i), **self.facts[i])
-            for i, (path, types) in enumerate(zip(self.paths, self.key_types, strict=True))
+            Leaf(path=path, key_types=_types(keys), stored=layouts.get(i), **self.facts[i])
+            for i, (path, keys) in enumerate(zip(self.paths, self.keys, strict=True))
         )
 
 
@@ -115,7 +114,7 @@ def _too_deep(node: Any, levels: int) -> Path | None:
     else:
         children = enumerate((_one_level(node) or ((), None))[0])
     for name, child in children:
-        if not isinstance(child, _CHILDLESS):
+        if not _is_childless(type(child)):
             way = _too_deep(child, levels - 1) if levels else ()
             if way is not None:
                 return (_key_name(name), *way)
@@ -134,7 +133,8 @@ def flatten(tree: object) -> tuple[Flat, list[jax.Array | np.ndarray[Any, Any]]]
         raise UnsupportedLeaf(
             f"jax cannot flatten this tree: {error}. All keys of a dict must have the same type."
         ) from error
-    paths = [key_path(keys) for keys, _ in pairs]
+    all_keys = [keys for keys, _ in pairs]
+    paths = [*map(key_path, all_keys)]
     all_facts, arrays, values, problems = [], [], [], []
     for i, (path, (_, value)) in enumerate(zip(paths, pairs, strict=True)):
         try:
@@ -154,15 +154,13 @@ def flatten(tree: object) -> tuple[Flat, list[jax.Array | np.ndarray[Any, Any]]]
         )
     if not pairs:
         raise UnsupportedLeaf("nothing to save: the tree has no leaves and no containers")
-    key_types = [_key_types(*map(type, keys)) for keys, _ in pairs]
     root = None if tree_util.treedef_is_leaf(treedef) else _walk(treedef, iter(paths), 0)[0]
-    flat = Flat(paths=paths, key_types=key_types, facts=all_facts, arrays=arrays, root=root)
+    flat = Flat(paths=paths, keys=all_keys, facts=all_facts, arrays=arrays, root=root)
     return flat, values
 
 
-@cache
-def _key_types(*classes: type) -> tuple[int, ...]:
-    return tuple(SEQUENCE if issubclass(cls, _INDICES) else NAMED for cls in classes)
+def _types(keys: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple([SEQUENCE if isinstance(key, _INDICES) else NAMED for key in keys])
 
 
 def is_empty(node: object) -> bool:
@@ -171,10 +169,20 @@ def is_empty(node: object) -> bool:
         return True
     if type(node) in (dict, list, tuple):
         return not node
-    if isinstance(node, (*_ARRAYS, *SCALARS)):
+    if _is_childless(type(node)):
         return False
     level = _one_level(node)
     return level is not None and not level[0]
+
+
+@cache
+def _is_childless(cls: type) -> bool:
+    return issubclass(cls, (*_ARRAYS, *SCALARS, type(None)))
+
+
+@cache
+def _is_device_array(cls: type) -> bool:
+    return issubclass(cls, jax.Array) and not issubclass(cls, Tracer)
 
 
 def _one_level(node: object) -> tuple[list[object], Any] | None:
@@ -198,23 +206,19 @@ def _key_name(key: Any) -> str:
     return str.__str__(key) if isinstance(key, str) else str(key)
 
 
-def _describe(value: object, path: Path) -> Mapping[str, Any]:
+def _describe(value: Any, path: Path) -> Mapping[str, Any]:
     """Returns the fields of the leaf, but for its path and key types."""
-
-    def leaf(kind: LeafKind, **facts: Any) -> Mapping[str, Any]:
-        return {"kind": kind, **facts}
-
-    if isinstance(value, Tracer):
-        raise TypeError("is traced; call save outside jit, grad and vmap")
-    if isinstance(value, jax.Array):
+    if _is_device_array(type(value)):
         if value.is_deleted():
             raise ValueError("was deleted or donated; save it before the call that donates it")
         if is_key_dtype(value.dtype):
             impl = str(jax.random.key_impl(value))
             if value.ndim >= MAX_DIMS:  # its words are one more
                 raise TypeError(f"is stored with more than {MAX_DIMS} dimensions, the limit")
-            return leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
+            return _leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
         return _describe_array("array", value.dtype, value.shape)
+    if isinstance(value, Tracer):
+        raise TypeError("is traced; call save outside jit, grad and vmap")
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("is a masked array; save its data and its mask as two arrays")
     if isinstance(value, np.ndarray):
@@ -223,29 +227,33 @@ def _describe(value: object, path: Path) -> Mapping[str, Any]:
         value.encode()  # raises on an unpaired surrogate
         # Orbax finds the text by a JSON pointer, where a bare `~` is an escape.
         if any("~" in name for name in path):
-            return leaf("str", dtype="uint8", shape=())
-        return leaf("str", value=str.__str__(value))
+            return _leaf("str", dtype="uint8", shape=())
+        return _leaf("str", value=str.__str__(value))
     if isinstance(value, bytes):
-        return leaf("bytes", dtype="uint8", shape=())
+        return _leaf("bytes", dtype="uint8", shape=())
     if isinstance(value, np.generic):
-        return leaf("generic", dtype=_check(np.asarray(value).dtype, ()))
+        return _leaf("generic", dtype=_check(np.asarray(value).dtype, ()))
     if isinstance(value, _NUMBERS):
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            return leaf("int", value=_digits(int(value)))
+            return _leaf("int", value=_digits(int(value)))
         kind = next(t for t in _NUMBERS if isinstance(value, t)).__name__
-        return leaf(kind, dtype=stored_value(kind, value).dtype.name)  # pyright: ignore[reportArgumentType]
+        return _leaf(kind, dtype=stored_value(kind, value).dtype.name)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         if isinstance(value, dict):
             container = Node(type="odict") if type(value) is OrderedDict else None
-            return leaf("empty", dtype="Dict", container=container)
+            return _leaf("empty", dtype="Dict", container=container)
         word = _EMPTY_WORDS.get(type(value))
         if word is None:
             container = _class_node(type(value), (), _one_level(value))
-            return leaf("empty", dtype="None", container=container)
-        return leaf("empty", dtype=word)
+            return _leaf("empty", dtype="None", container=container)
+        return _leaf("empty", dtype=word)
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError("is a jax.ShapeDtypeStruct: it has a shape but no values")
     raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
+
+
+def _leaf(kind: LeafKind, **facts: Any) -> Mapping[str, Any]:
+    return {"kind": kind, **facts}
 
 
 def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:

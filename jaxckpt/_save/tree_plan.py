@@ -119,7 +119,7 @@ def plan_tree(
     """
     check_levels(value, "the tree")
     form, leaves = _form_of(value, processes, dtype, zstd, holds)
-    if form is not None and (cached := _find(form)) is not None:
+    if form is not None and (cached := _find(form, value)) is not None:
         if cached is not _cache[0]:
             _put_first(cached)
         return cached.planned, [stored_value(kind, leaves[i]) for i, kind in cached.wanted]
@@ -145,6 +145,7 @@ class _Cached:
     """A cached plan and the form of its trees."""
 
     form: _Form
+    keys: list[Any]  # jax's, of each leaf
     planned: TreePlan
     wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_form_of` and its kind
 
@@ -153,19 +154,25 @@ _cache: tuple[_Cached, ...] = ()  # the latest first
 _lock = threading.Lock()  # guards replacing _kept
 
 
-def _find(form: _Form) -> _Cached | None:
+def _find(form: _Form, value: object) -> _Cached | None:
     for cached in _cache:  # without the lock: the comparison may run the user's code
         with contextlib.suppress(Exception):  # static data that cannot be compared, such as arrays
-            if cached.form == form:
+            # Static data may name keys, and change in place.
+            if cached.form == form and cached.keys == _keys_of(value):
                 return cached
     return None
+
+
+def _keys_of(value: object) -> list[Any]:
+    return [keys for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
 
 
 def _put(form: _Form, planned: TreePlan) -> None:
     kinds, arrays = [facts["kind"] for facts in planned.flat.facts], {*planned.flat.arrays}
     full = [i for i, kind in enumerate(kinds) if kind != "empty"]
     wanted = tuple([(n, kinds[i]) for n, i in enumerate(full) if i in arrays])
-    _put_first(_Cached(form=form, planned=planned, wanted=wanted))
+    keys = [planned.flat.keys[i] for i in full]
+    _put_first(_Cached(form=form, keys=keys, planned=planned, wanted=wanted))
 
 
 def _put_first(cached: _Cached) -> None:
@@ -180,11 +187,10 @@ def _form_of(value: object, *options: Any) -> tuple[_Form | None, list[Any]]:
     The form is None for a tree with leaves that only `flatten` can judge.
     """
     try:
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
-        leaves = [leaf for _, leaf in pairs]
+        leaves, treedef = jax.tree_util.tree_flatten(value)
         facts = [_facts(leaf) for leaf in leaves]
-        # Static data may name keys, and change in place; treedefs with 1 and True in it are equal.
-        form = (*options, facts, [keys for keys, _ in pairs], str(treedef), treedef)
+        # Treedefs with 1 and True as static data are equal.
+        form = (*options, facts, str(treedef), treedef)
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
         return None, []
     return None if None in facts else form, leaves
@@ -234,9 +240,9 @@ def _work_out(
     alike: dict[Any, ArraySpec] = {}  # thousands of leaves may be
     specs = []
     for value, dtype, sharding in zip(values, dtypes, placed, strict=True):
-        if (key := (value.shape, dtype, sharding)) not in alike:
-            alike[key] = _spec(value, processes, dtype)
-        specs.append(alike[key])
+        if (spec := alike.get(key := (value.shape, dtype, sharding))) is None:
+            spec = alike[key] = _spec(value, processes, dtype)
+        specs.append(spec)
     plan = plan_save(specs, process=processes.index, holds=holds)
     if zstd is not None:
         plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
