@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxckpt.storage import PathIn, locate
+from jaxckpt.storage import Hold, PathIn, locate
+from jaxckpt.storage._memory import MemoryStorage
 from jaxckpt.testing import WatchedStorage
 
 
@@ -20,3 +21,29 @@ def denied(path, folder, *verbs):
             raise PermissionError(13, "Permission denied", at)
 
     return watched(path, before)
+
+
+class LosingStorage(MemoryStorage):
+    """A memory in which the lock of a file is lost when it is asked for the n-th time, once.
+
+    Args:
+        file: How the path of the file ends.
+    """
+
+    def __init__(self, file: str, n: int) -> None:
+        super().__init__()
+        self.file, self.left = file, n
+
+    def hold(self, path, data=None, *, new=False):
+        hold = super().hold(path, data, new=new)
+        is_other = hold is None or not path.endswith(self.file)
+        return hold if is_other else _LosingHold(self, hold)
+
+
+class _LosingHold(Hold):
+    def __init__(self, storage: LosingStorage, hold: Hold) -> None:
+        self._storage, self.release = storage, hold.release
+
+    def goes_on(self) -> bool:
+        self._storage.left -= 1
+        return self._storage.left != 0

@@ -20,12 +20,12 @@ from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file, listing, to
 # Files that are in every directory of ours, from the first moment to the last. By them the next
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
-_COMMITTED = " has committed"  # after the token of a writer, while its file is removed
+_COMMITTED = "committed"  # in the file of a writer, while that is removed
 
 
 @final
 class MarkerCommit(Attempts):
-    """The same by a marker; the docstrings here are for both."""
+    """The commit and the removal by a marker; the docstrings here are for `RenameCommit` too."""
 
     __slots__ = ()
     replaces: ClassVar = False
@@ -66,12 +66,17 @@ class MarkerCommit(Attempts):
         with self._taken(by_force=fence is not None) as mine:
             if mine is None:
                 warn(self.path, self._LEFT_ALONE)
-            elif self._is_marked():  # since it was listed
-                mine._delete([names.WRITER])
             else:
-                if files:
-                    warn(self.path, self._REMAINS)
-                mine._delete_left([file for file in files if token is None or token not in file])
+                mine._finish([file for file in files if token is None or token not in file])
+
+    def _finish(self, files: Sequence[str]) -> None:
+        """Removes the writer's file from what was committed since it was listed, or all of it."""
+        if self._is_marked():
+            self._delete([names.WRITER])
+            return
+        if files:
+            warn(self.path, self._REMAINS)
+        self._delete_left(files)
 
     @contextlib.contextmanager
     def _taken(self, *, by_force: bool) -> Iterator[MarkerCommit | None]:
@@ -120,18 +125,11 @@ class MarkerCommit(Attempts):
 
     def remove_left(self, files: Sequence[str]) -> bool:
         """Removes files found by `left_below`; returns False if their writer may be alive."""
-        with self._taken(by_force=False) as mine:
-            if mine is None:
-                return False
-            try:
-                if self._is_marked():  # committed meanwhile
-                    mine._delete([names.WRITER])
-                else:
-                    warn(self.path, self._REMAINS)
-                    mine._delete_left(files)
-            except SaveFailed:  # another writer has it now
-                return False
-        return True
+        with self._taken(by_force=False) as mine, contextlib.suppress(SaveFailed):
+            if mine is not None:
+                mine._finish(files)
+                return True
+        return False  # another writer has it, or has it now
 
     def add(self, file: str, data: bytes | Iterable[bytes]) -> None:
         """Writes a file into a directory that only this writer fills.
@@ -189,7 +187,7 @@ class MarkerCommit(Attempts):
         marker, owner, record = (read_small(self.storage, f"{self.path}/{f}") or "" for f in files)
         if marker and token not in marker:  # another attempt's by now
             return False
-        if marker and token in record and owner in ("", f"{token}{_COMMITTED}"):
+        if marker and token in record and owner in ("", _COMMITTED):
             return True
         self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
         return False
@@ -286,8 +284,9 @@ class MarkerCommit(Attempts):
                 raise
             try:
                 self.remove(check=check)
-            except SaveFailed:  # nothing is removed
-                self.storage.delete(aside)
+            except SaveFailed:
+                if self._is_marked():  # else the copy is all that is left
+                    self.storage.delete(aside)
                 raise
 
     def is_unfinished(self) -> bool:
@@ -337,9 +336,11 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.hold is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.hold is not None:
                 self.end()
+        if self.hold is not None:  # else it would be renewed as long as this process lives
+            self.hold.release()
 
     def is_of(self, path: str) -> bool:
         """Returns whether it has claimed the checkpoint at a path."""
@@ -365,8 +366,8 @@ class Claim:
 
     def end(self, *files: str) -> None:
         """Deletes the file, and then others."""
-        hold, self.hold = self.hold, None
-        mine = [self._file] if hold is not None and hold.goes_on() else []
+        mine = [self._file] if self.hold is not None and self.hold.goes_on() else []
+        self.hold = None
         if mine and self._storage.scheme == "gs":  # which takes a request for each, in any order
             self._storage.delete_files([mine.pop()])
         self._storage.delete_files([*mine, *files])
@@ -376,9 +377,8 @@ def remove_writer(storage: Storage, path: str) -> None:
     """Removes the writer's file from a committed checkpoint, where a crash left it."""
     file = f"{path}/{names.WRITER}"
     # A writer that lives looks for it once more, and removes it itself. One that stood still until
-    # now must find its token: it would take back a commit that others have seen.
-    about = f"{read_small(storage, file)}{_COMMITTED}".encode()
+    # now must find this word: it would take back a commit that others have seen.
     with contextlib.suppress(io.UnsupportedOperation):
-        if (hold := storage.hold(file, about)) is not None:
+        if (hold := storage.hold(file, _COMMITTED.encode())) is not None:
             storage.delete_files([file])
             hold.release()

@@ -8,8 +8,8 @@ name that no reader takes for a checkpoint, and the next writer finishes the job
 `MarkerCommit` removes `commit_success.txt` first, and last `_jaxckpt.writing`, by which the next
 writer recognizes the remains. All writers share the directory. So a deletion first takes this file,
 and then looks whether there is a commit; and a writer checks after its commit that the file is
-still its own. Where locks are leases, whoever stood still for longer than its lease
-asks for it again before it deletes the next files: they may be another writer's by then.
+still its own. Where locks are leases, a writer that stood still for longer than its lease asks for
+it again before it deletes the next files: they may be another writer's by then.
 
 A `check` raises if another writer has taken over. It is called at the last moment: after a rename,
 which is undone then, or before the first request that deletes something.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import MAX_LFS_BYTES, CheckpointNotFound, CorruptCheckpoint, lfs_problem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, EntryKind, Storage, listing, now
+from jaxckpt.storage import Entry, EntryKind, Storage, listing, now, together
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -202,17 +203,17 @@ def check_current(found: Found) -> None:
 def is_current(found: Found) -> bool:
     """Returns whether the same checkpoint is still there, or any if another program wrote it."""
     file, storage = f"{found.path}/{names.RECORD}", now(found.storage)
+    # In a bucket a deletion begins with the marker, and the record may go last.
+    marker = f"{found.path}/{names.COMMIT_MARKER}"
+    looks = [] if found.record is None or storage.atomic_rename else [partial(storage.size, marker)]
     try:
-        digest = step.digest(storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
+        read = partial(storage.read, file, max_bytes=step.MAX_RECORD_BYTES)
+        data, *_ = together(storage, [read, *looks])
     except (FileNotFoundError, NotADirectoryError):
         return found.record is None and storage.kind(found.path) is not None
     except CorruptCheckpoint:  # such as a link
         return found.record is None
-    if found.record is None or digest != found.record.digest:
-        return False
-    # In a bucket a deletion begins with the marker, and the record may go last.
-    marker = f"{found.path}/{names.COMMIT_MARKER}"
-    return storage.atomic_rename or storage.kind(marker) is not None
+    return found.record is not None and step.digest(data) == found.record.digest
 
 
 def while_current(found: Found, read: Callable[[Found], T]) -> T:

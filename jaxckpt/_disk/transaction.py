@@ -26,8 +26,8 @@ Without an atomic rename (object stores), T is `<name>` itself and step 7 is the
 ignore a directory without `commit_success.txt`. All attempts share it, so each file is created and
 none replaced, and what a process writes before step 2 has the token in its path: a writer that
 wakes up late cannot change a checkpoint that was committed since. After step 7 the writer looks
-once more whether `_jaxckpt.writing` has its token, and takes the commit back if not: the new holder
-of that file may be deleting our files.
+once more whether `_jaxckpt.writing` has its token. If not, the new holder of that file may be
+deleting our files: the writer takes the commit back, unless the new holder has found it.
 
 `commit` does lines 1 and 5 to 8, in two ways.
 """
@@ -103,12 +103,15 @@ class Transaction:
     fence: Fence = None  # raises if this writer may no longer commit
     publishing: bool = False
     committed: bool = False
-    protocol: Commit = field(init=False)
     work: str = field(init=False)  # the directory until the commit
 
     def __post_init__(self) -> None:
-        self.protocol = commit_of(self.storage, self.path)
         self.work = self.protocol.work(self.token).path
+
+    @property
+    def protocol(self) -> Commit:
+        """Returns how it is committed, under the lock that it has by now."""
+        return commit_of(self.storage, self.path, self.hold)
 
     def claim(self) -> None:
         """Writes our token into the work directory, and locks it.
@@ -119,7 +122,7 @@ class Transaction:
         writer = f"{self.work}/{names.WRITER}"
         if (hold := self.storage.hold(writer, self.token.encode(), new=True)) is None:
             raise SaveFailed(f"another writer owns {writer}. Let only one job save here.")
-        self.hold, self.protocol = hold, commit_of(self.storage, self.path, hold)
+        self.hold = hold
 
     def commit(
         self, files: Mapping[str, bytes], about: Record, *, known: Mapping[str, FileFacts]
@@ -302,7 +305,7 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
         busy = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), writer)
         text = f"{path}: another process is writing the same copy, or died just now"
         raise SaveFailed(text) from busy  # a later try may succeed
-    transaction.hold, transaction.protocol = hold, commit_of(storage, path, hold)
+    transaction.hold = hold
     return transaction
 
 

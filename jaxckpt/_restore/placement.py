@@ -370,8 +370,7 @@ def _mesh_here(saved: SavedSharding) -> Mesh | None:
         if fitted is None:
             return None
         sizes, chosen = fitted, devices
-    kinds = {kind.name: kind for kind in AxisType}
-    types = tuple(kinds[kind] for kind in saved.axis_types if kind in kinds)
+    types = tuple(AxisType.__members__.get(kind, AxisType.Auto) for kind in saved.axis_types)
     shaped = np.asarray(chosen).reshape(sizes)
     return Mesh(shaped, saved.axis_names, axis_types=types if len(types) == len(sizes) else None)
 

@@ -15,9 +15,9 @@ So either the writer sees the new owner, or the new owner counts these steps as 
 reads the owner once more for each step: after the rename, which it undoes if it has lost the run
 and the new owner has dealt with `doomed`; or, without renames, before the first file goes. In a
 store, the first step is claimed in the same moment, unless another program wrote it, and released
-when `doomed` is deleted. One danger remains, without renames: the old writer stands still between
-two requests of a deletion, while the new owner deletes that step and saves it again under the same
-number.
+when `doomed` is deleted. One danger remains, without renames: the old writer stands still with a
+request of a deletion under way, while the new owner deletes that step and saves it again under the
+same number.
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ class Deletion:
                 check()
                 storage.make_dir(self.folder)
                 _move(storage, path, self.folder, renamed)
-        except OSError as error:
+        except (OSError, SaveFailed) as error:
+            if isinstance(error, SaveFailed):
+                self.owner.check()  # else only the lock of the step was lost
             self.half.append(name)
             is_gone = storage.kind(path) is None
             if not (is_gone and isinstance(error, FileNotFoundError)):  # else somebody deleted it
@@ -372,7 +374,7 @@ class Deletion:
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
             self.owner.check()
-            self._check_unchanged(name := posixpath.basename(path))
+            self.leases.check_unchanged(name := posixpath.basename(path))
             doomed = self._named_as_doomed(name)
             commit_of(index.storage, path).set_aside(aside, check=self.owner.check, doomed=doomed)
         except SaveFailed as error:
@@ -384,11 +386,6 @@ class Deletion:
             index.report(f"step {number} is damaged and cannot be set aside ({error}): {why}")
             return
         index.report(f"step {number} is damaged and was set aside as {aside}: {why}")
-
-    def _check_unchanged(self, name: str) -> None:
-        """Raises SaveFailed if a command may still write into a step, by its name."""
-        if name in self.leases.leased(self.index.entries(), changes=True):
-            raise SaveFailed("a command is mending it, or deletes an item of it")
 
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:

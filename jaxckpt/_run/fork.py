@@ -66,12 +66,8 @@ def fork(
     problems: list[CorruptCheckpoint] = []
     for source in steps_to_try(storage, where) or [where]:  # those of a run
         try:
-            found = find(storage, source)
+            found = _find(storage, source)
             path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")
-        except FileNotFoundError as error:
-            if isinstance(error, CheckpointNotFound):
-                raise
-            raise _deleted(source, error) from error
         except CorruptCheckpoint as error:
             problems.append(error)
             continue
@@ -79,6 +75,15 @@ def fork(
             warn_skipped(where, [*map(str, problems)], found.path)
         return path
     raise problems[0]
+
+
+def _find(storage: Storage, source: str) -> Found:
+    try:
+        return find(storage, source)
+    except CheckpointNotFound:
+        raise
+    except FileNotFoundError as error:
+        raise _deleted(source, error) from error
 
 
 def _fork(storage: Storage, found: Found, root: str, path: str) -> str:

@@ -456,17 +456,17 @@ class StepIndex:
 
     def small(self, kind: type[RootFile], name: str) -> RootFile | None:
         """Reads a small file of the root; None if it is missing, or damaged, which is reported."""
-        file, left = f"{self.root}/{name}", 2  # it may be overwritten at this moment
-        while True:
+        file = f"{self.root}/{name}"
+        for is_last in (False, True):  # it may be overwritten at this moment
             try:
                 data = self.storage.read(file, max_bytes=run.MAX_BYTES)
                 return run.decode(kind, data, file=file)
             except (FileNotFoundError, NotADirectoryError):
-                return None
+                break
             except CorruptCheckpoint as error:
-                if not (left := left - 1):
+                if is_last:
                     self.report(f"{error}; the file is treated as missing")
-                    return None
+        return None
 
     def owner(self) -> Owner | None:
         """Reads which job may commit; None if the owner's file is missing or damaged."""

@@ -2,7 +2,8 @@
 
 A writer first names the steps to delete in `_jaxckpt.doomed`, then looks for leases; a reader first
 writes its lease, then reads `_jaxckpt.doomed`. One of them sees the other, so no step is deleted
-while a reader with a lease reads it.
+while a reader with a lease reads it. Who mends a step, or deletes an item of it, has a lease of
+another name: until it ends, no step is saved anew under this number, where late writes would land.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Lease
 
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
+CHANGE_S: Final = 300.0  # a lease to change a step, for which a job that starts again has to wait
 _CLOCKS_DIFFER_S: Final = 86_400.0
 _STARTED_NS: Final = time.time_ns() - time.monotonic_ns()
 
@@ -34,10 +37,21 @@ class Leases:
         self.doomed_file = f"{index.root}/{names.DOOMED}"
         self._leased: list[str] = []  # steps leased by this reader
 
-    def leased(self, entries: Iterable[str], *, changes: bool = False) -> set[str]:
-        """Returns the steps under a lease, or under one to change, given the names in the root."""
-        leases = [self.read(name) for name in entries if names.is_lease(name, changes=changes)]
+    def leased(self, entries: Iterable[str]) -> set[str]:
+        """Returns the steps under a lease of a reader, given the names in the root."""
+        leases = [self.read(name) for name in entries if names.is_lease(name)]
         return {lease.step for lease in leases if lease is not None}
+
+    def check_unchanged(self, step: str) -> None:
+        """Raises SaveFailed if a step is being changed."""
+        for entry in self.index.entries():
+            lease = self.read(entry) if names.is_lease(entry, changes=True) else None
+            if lease is not None and lease.step == step:
+                raise SaveFailed(
+                    "a command or job mends it, or deletes an item of it, by the file "
+                    f"{self.index.root}/{entry}. If that was killed, this file no longer counts "
+                    f"after {CHANGE_S:.0f} s: try again then"
+                )
 
     def read(self, entry: str) -> Lease | None:
         """Reads a lease; None if it has expired or the file is not a lease."""
@@ -60,8 +74,9 @@ class Leases:
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8), changes=changes)}"
-        written, ended = any(self._has_written(file, step) for _ in range(2)), threading.Event()
-        renewal = threading.Thread(target=self._renew, args=(file, step, ended), daemon=True)
+        about, ended = (file, step, CHANGE_S if changes else LEASE_S), threading.Event()
+        written = any(self._has_written(*about) for _ in range(2))
+        renewal = threading.Thread(target=self._renew, args=(ended, *about), daemon=True)
         # Called here, or at the end of a program that keeps this generator.
         end = weakref.finalize(ended, self._end, file if written else "", renewal, ended.set)
         there = False
@@ -87,12 +102,12 @@ class Leases:
         with contextlib.suppress(OSError):  # the lease will expire
             self.index.storage.delete_files([file] if file else [])
 
-    def _renew(self, file: str, step: str, ended: threading.Event) -> None:
-        while not ended.wait(LEASE_S / 4):
-            self._has_written(file, step)
+    def _renew(self, ended: threading.Event, file: str, step: str, length_s: float) -> None:
+        while not ended.wait(length_s / 4):
+            self._has_written(file, step, length_s)
 
-    def _has_written(self, file: str, step: str) -> bool:
-        lease = Lease(step=step, expires_ns=time.time_ns() + int(LEASE_S * 1e9))
+    def _has_written(self, file: str, step: str, length_s: float) -> bool:
+        lease = Lease(step=step, expires_ns=time.time_ns() + int(length_s * 1e9))
         try:
             self.index.storage.write(file, run.encode(lease))
         except OSError:

@@ -160,8 +160,8 @@ class ShardingMetadata:
         if missing := [i for i in ids if i not in devices]:
             raise ValueError(f"devices {missing} do not exist here: {self.saved}")
         mesh = np.array([devices[i] for i in ids]).reshape(self.saved.axis_sizes)
-        types = tuple(AxisType[kind] for kind in self.saved.axis_types) or None
-        mesh = Mesh(mesh, self.saved.axis_names, axis_types=types)
+        types = [AxisType.__members__.get(kind, AxisType.Auto) for kind in self.saved.axis_types]
+        mesh = Mesh(mesh, self.saved.axis_names, axis_types=tuple(types) or None)
         return NamedSharding(mesh, PartitionSpec(*self.saved.spec))
 
 

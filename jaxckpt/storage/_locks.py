@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, final
 
 from jaxckpt.errors import StoreError
@@ -19,6 +20,8 @@ from jaxckpt.storage._protocol import Hold
 from jaxckpt.storage._requests import keepers
 
 Version = Mapping[str, Any]
+# Seconds of a clock that nobody sets. Where possible, it also goes on while the machine sleeps.
+steady_s = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @final
@@ -29,7 +32,7 @@ class LeasedLock(Hold):
         path: Of the object.
         length_s: After how many seconds it ends, unless it is renewed.
         version: Of the object, as it was written last.
-        asked_s: When that write began, by `time.monotonic`.
+        asked_s: When that write began, by `steady_s`.
         write: Writes the object again if it still has a version, held or not, in at most `tries`
             requests. Returns the new version, or None if another holder has it.
     """
@@ -70,7 +73,7 @@ class LeasedLock(Hold):
         """
         with self._lock:
             if self._version is not None:
-                asked_s = time.monotonic()
+                asked_s = steady_s()
                 self._version = self._write(self._version, held=True, tries=1)
                 self._asked_s = asked_s
             return self._version is not None
@@ -82,7 +85,7 @@ class LeasedLock(Hold):
             StoreError: as for `renew`.
         """
         with self._lock:
-            left_s = self._asked_s + 4 * self._every_s - time.monotonic()
+            left_s = self._asked_s + 4 * self._every_s - steady_s()
             if self._version is None or left_s > self._every_s:
                 return self._version is not None
         return self.renew()

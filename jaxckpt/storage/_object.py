@@ -29,7 +29,7 @@ import numpy as np
 from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._credentials import Login, source_of
 from jaxckpt.storage._local import is_temporary_file
-from jaxckpt.storage._locks import LeasedLock, Version, forget
+from jaxckpt.storage._locks import LeasedLock, Version, forget, steady_s
 from jaxckpt.storage._protocol import Entry, EntryKind, WithoutDirectories
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
@@ -78,7 +78,7 @@ class ObjectStorage(WithoutDirectories):
         self._bucket = bucket
         self._store = open_store(scheme, bucket, settings, self.source)
         self.requests = Requests(scheme, bucket, settings, self.source)
-        # The store's time minus the monotonic clock's, once it is known. This machine's time may
+        # The store's time minus that of `steady_s`, once it is known. This machine's time may
         # jump, and a live lock would seem old.
         self._clock: float | None = None
         self._clock_lock = threading.Lock()  # guards the probe
@@ -315,13 +315,13 @@ class ObjectStorage(WithoutDirectories):
             self._delete(paths[0], [*map(self._key, paths)], int if held else check)
 
     def _delete(self, path: str, keys: Sequence[str], check: Callable[[], object] = int) -> None:
-        def delete(some: Sequence[str]) -> None:
-            def send() -> None:
-                check()
+        def send(some: Sequence[str]) -> None:
+            check()
+            with contextlib.suppress(FileNotFoundError):  # the others in the request are deleted
                 obs().delete(self._store, some)
 
-            with contextlib.suppress(FileNotFoundError):  # the others in the request are deleted
-                self.requests.change("delete", path, send)
+        def delete(some: Sequence[str]) -> None:
+            self.requests.change("delete", path, partial(send, some))
 
         # Never twice because one is missing: another writer may have created it between the two.
         each = _DELETED_AT_ONCE.get(self.scheme, 1)
@@ -331,7 +331,7 @@ class ObjectStorage(WithoutDirectories):
 
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> LeasedLock | None:
         self._probe(path)
-        token, asked_s = secrets.token_hex(8), time.monotonic()
+        token, asked_s = secrets.token_hex(8), steady_s()
         try:
             answer, found = (None, b"") if new else self._get(path)
         except FileNotFoundError:
@@ -354,7 +354,7 @@ class ObjectStorage(WithoutDirectories):
 
     def _is_over(self, meta: Mapping[str, Any]) -> bool:
         assert self._clock is not None
-        age_s = time.monotonic() + self._clock - meta["last_modified"].timestamp()
+        age_s = steady_s() + self._clock - meta["last_modified"].timestamp()
         return age_s > self.settings.lease_s
 
     def _replace(
@@ -399,7 +399,7 @@ class ObjectStorage(WithoutDirectories):
             if self._clock is not None:
                 return
             if self.settings.single_writer:
-                self._clock = time.time() - time.monotonic()
+                self._clock = time.time() - steady_s()
                 return
             problem, clock = "", 0.0
             for _ in range(_PROBES):
@@ -421,7 +421,7 @@ class ObjectStorage(WithoutDirectories):
             self._clock = clock
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
-        """Returns the problem, or "", and the store's time minus the monotonic clock's."""
+        """Returns the problem, or "", and the store's time minus that of `steady_s`."""
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0
@@ -432,7 +432,7 @@ class ObjectStorage(WithoutDirectories):
                 raise
         else:
             return "it created an object that existed", 0.0
-        now_s = time.monotonic()
+        now_s = steady_s()
         if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
         try:

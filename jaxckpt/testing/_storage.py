@@ -97,10 +97,9 @@ class _Relay:
         self.inner.delete(path)
 
     def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
-        check()
         for path in paths:
             self._before("delete", path)
-            self.inner.delete_files([path])
+            self.inner.delete_files([path], check=check)
 
     def delete_empty(self, path: str) -> bool:
         self._before("delete_empty", path)

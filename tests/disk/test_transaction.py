@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import posixpath
 import shutil
 import threading
 import uuid
@@ -19,13 +20,16 @@ import pytest
 import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.by_marker import Claim
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
+from jaxckpt.errors import StoreError
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
-from jaxckpt.storage import LocalStorage, MemoryStorage, locate
+from jaxckpt.storage import LocalStorage, MemoryStorage, _locks, locate
+from jaxckpt.storage._locks import LeasedLock, steady_s
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 
@@ -518,7 +522,7 @@ def winners(world, *, overwrite):
     ("writer", "is_whole", "stays"),
     [
         (None, True, True),
-        ("{token} has committed", True, True),  # while the next job removes the file
+        ("committed", True, True),  # while the next job removes the file
         (None, False, False),
         ("of another writer", True, False),  # which may be deleting the files
     ],
@@ -539,3 +543,23 @@ def test_a_writer_that_wakes_up_keeps_a_commit_that_the_next_job_has_found(write
         commit_of(storage, where).publish(token, overwrite=False)
 
     assert (storage.kind(f"{where}/{names.COMMIT_MARKER}") is not None) == stays
+
+
+def test_a_claim_that_cannot_end_is_no_longer_renewed():
+    """The store is away when a deletion ends: else nobody could save there while this job runs."""
+
+    def write(*_: object, **__: object) -> None:
+        raise StoreError("no answer")
+
+    class Away(MemoryStorage):
+        parallel_writes = True
+
+        def hold(self, path, data=None, *, new=False):
+            asked_s = steady_s() - 50  # so it has to be renewed before the file is deleted
+            return LeasedLock(path, 60, {"e_tag": "1"}, write, asked_s=asked_s).start()
+
+    path = f"/{uuid.uuid4()}"
+    with Claim(Away(), path) as claim:
+        claim.take()
+
+    assert path not in {posixpath.dirname(lease.path) for lease in _locks._leases}

@@ -354,6 +354,17 @@ def test_metadata_of_names_that_paths_escape(saved, tmp_path):
         assert sharding.to_jax_sharding() == SPLIT
 
 
+def test_a_mesh_of_an_older_jax_has_axes_of_other_types(saved, tmp_path):
+    """Its names of them are unknown today."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", {"w": saved[1]["a"]})
+    for file in (tmp_path / "a").glob("_sharding"):
+        file.write_text(file.read_text().replace("Auto", "User"))
+
+    found = drop_in.PyTreeCheckpointer().metadata(tmp_path / "a").item_metadata.tree
+
+    assert found["w"].sharding.to_jax_sharding() == SPLIT
+
+
 def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
     """As by Orbax, where it stands for one leaf."""
     ocp.PyTreeCheckpointer().save(tmp_path / "a", {"b": {"c": 1, "d": 2}, "e": 3})

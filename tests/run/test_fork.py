@@ -177,6 +177,13 @@ def test_a_fork_into_another_file_system_is_a_copy(base, ram_path, mesh):
     assert jaxckpt.verify(path).ok
 
 
+def test_where_nothing_can_be_made_nothing_is_forked(base):
+    """The error names the target, not the source."""
+    with pytest.raises(FileNotFoundError, match="/proc/nowhere") as caught:
+        jaxckpt.fork(base / "5", "/proc/nowhere/run")
+    assert "deleted" not in str(caught.value)
+
+
 def test_a_step_in_memory_can_be_forked():
     """Memory has neither links nor renames."""
     jaxckpt.save("memory://forked/3", {"w": np.ones(3)})

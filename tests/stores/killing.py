@@ -9,6 +9,7 @@ import time
 
 from jaxckpt.format import names
 from jaxckpt.storage import locate
+from jaxckpt.storage._locks import steady_s
 from tests.stores.children import LEASE_S
 from tests.stores.proxy import Hang
 from tests.waiting import wait_until
@@ -65,7 +66,7 @@ def wait_for_lease(url):
             renewed_s = storage._head(path)["last_modified"].timestamp()
         except FileNotFoundError:
             return True
-        return time.monotonic() + storage._clock > renewed_s + LEASE_S + 1
+        return steady_s() + storage._clock > renewed_s + LEASE_S + 1
 
     wait_until(is_over)
 
