@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt._progress.meter import Meter
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
@@ -35,11 +35,10 @@ from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Doomed, Lease, Owner, StepNames
 from jaxckpt.format.step import Record
 from jaxckpt.multihost import Group, Single
-from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, listing
+from jaxckpt.storage import LocalStorage, MemoryStorage, listing
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import MUTATING_VERBS
 from tests.strategies import host_arrays
-from tests.twins import LosingStorage
 from tests.waiting import wait_until
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
@@ -1772,44 +1771,6 @@ def test_what_cannot_be_set_aside_is_reported_and_stays(world):
         assert {entry for entry in world.entries() if not names.is_set_aside(entry)} == {"1"}
         world.add("2")
     assert number >= 1
-
-
-@pytest.mark.parametrize("n", range(1, 5))
-def test_a_damaged_step_is_somewhere_if_the_lock_is_lost_while_it_is_set_aside(n):
-    """In a bucket, where it is copied, and deleted by several requests."""
-    world = World(LosingStorage(f"/1/{names.WRITER}", n), f"/{uuid.uuid4()}")
-    world.add("1")
-
-    found = world.run()
-    found.deletion.set_aside(1, "its chunk is torn")
-
-    assert (world.storage.left <= 0) == ("It stays there" in found.index.problems[-1])
-    world.run().owner.open()
-    assert any(map(world.is_whole, world.entries() - {names.OWNER}))
-
-
-@pytest.mark.parametrize("n", range(1, 5))
-def test_a_deletion_that_loses_the_lock_of_a_step_is_reported(n):
-    """The run is not lost: other steps are saved and deleted. The step is there, or none of it."""
-    storage = LosingStorage(f"/20/{names.WRITER}", 0)
-    path = PathIn(storage, f"/{uuid.uuid4()}")
-    with CheckpointManager(path) as manager:
-        for number in (10, 20):
-            manager.save(number, {"n": number}).result()
-        storage.left = n
-        if n < 4:
-            with pytest.raises(ValueError, match=r"/20 was not deleted: .*its lock in time"):
-                manager.delete(20)
-        else:
-            manager.delete(20)
-        storage.left = 0  # no lock is lost any more
-        manager.save(20, {"n": 21}, force=20 not in manager.all_steps())
-        manager.save(30, {"n": 30}).result()
-        listed = manager.all_steps()
-
-    with CheckpointManager(path) as manager:
-        assert manager.all_steps() == listed == [10, 20, 30]
-        assert manager.restore(step=20)["n"] in (20, 21)
 
 
 def test_strays_are_noted(disk):
