@@ -90,11 +90,14 @@ def test_what_killed_saves_left_is_removed_at_the_next_opening(place, zygote):  
 def test_what_a_killed_save_left_goes_when_its_lease_is_over(place, zygote):  # noqa: F811
     """A job that starts at once leaves it alone, and removes it with a later save."""
     url, server, proxy = place
-    run = f"{url}/run"
     first = requests_of(zygote, proxy, children.save_steps, f"{url}/a", server.env, [10], 9)
-    assert kill(zygote, proxy, first + 6, children.save_steps, run, server.env, [10, 20], 9)
+    for more in range(6, 0, -1):  # the first save takes fewer requests at times
+        run = f"{url}/run{more}"
+        assert kill(zygote, proxy, first + more, children.save_steps, run, server.env, [10, 20], 9)
+        left = files_of(f"{run}/20")
+        if names.COMMIT_MARKER not in left:
+            break
     assert steps_with_files(run) == {"10", "20"}
-    left = files_of(f"{run}/20")
 
     with jaxckpt.CheckpointManager(run) as manager:
         manager.save(12, state(12)).result()
