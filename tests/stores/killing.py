@@ -53,22 +53,22 @@ def end_leases(url):
     storage._clock += LEASE_S + 2
 
 
-def wait_for_lease(url):
-    """Waits until others may take the lock of a writer that stands still, if it has one.
+def lease_of(url):
+    """Returns a function: whether others may take the lock that a writer has, if it stands still.
 
     The store's times have whole seconds.
     """
     storage, path = locate(f"{url}/{names.WRITER}")
     storage._probe(path)
+    try:
+        renewed_s = storage._head(path)["last_modified"].timestamp()
+    except FileNotFoundError:
+        return lambda: True
+    return lambda: steady_s() + storage._clock > renewed_s + LEASE_S + 1
 
-    def is_over():
-        try:
-            renewed_s = storage._head(path)["last_modified"].timestamp()
-        except FileNotFoundError:
-            return True
-        return steady_s() + storage._clock > renewed_s + LEASE_S + 1
 
-    wait_until(is_over)
+def wait_for_lease(url):
+    wait_until(lease_of(url))
 
 
 def wait_for(fault, pid):

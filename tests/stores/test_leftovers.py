@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 
 import pytest
 
@@ -18,9 +17,10 @@ from jaxckpt.storage import locate
 from tests.commandline import cli
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
-from tests.stores.children import LEASE_S, is_state, state
-from tests.stores.killing import end_leases, kill, wait_for
+from tests.stores.children import is_state, state
+from tests.stores.killing import end_leases, kill, lease_of, wait_for
 from tests.stores.proxy import Answer, Hang
+from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef"
 
@@ -99,10 +99,11 @@ def test_what_a_killed_save_left_goes_when_its_lease_is_over(place, zygote):  # 
             break
     assert steps_with_files(run) == {"10", "20"}
 
+    is_over = lease_of(f"{run}/20")
     with jaxckpt.CheckpointManager(run) as manager:
         manager.save(12, state(12)).result()
-        assert files_of(f"{run}/20") == left
-        time.sleep(LEASE_S + 2)  # its own leases go on meanwhile
+        assert is_over() or files_of(f"{run}/20") == left
+        wait_until(is_over)  # the manager's own leases go on meanwhile
         manager.save(14, state(14)).result()
         assert steps_with_files(run) == {"10", "12", "14"}
 
