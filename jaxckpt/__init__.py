@@ -76,45 +76,6 @@ if TYPE_CHECKING:
 if sys.platform == "win32":
     raise ImportError("jaxckpt does not run on Windows itself: it needs POSIX files. Use WSL 2")
 
-# The home of each public name. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
-_HOME = {
-    "CheckpointManager": "_run.manager",
-    "SavePolicy": "_run.schedule",
-    "KeepPolicy": "_run.retention",
-    "LocalTier": "_run.config",
-    "convert": "_convert.convert",
-    "diff": "_inspect.diff",
-    "export_safetensors": "_convert.safetensors",
-    "import_safetensors": "_convert.safetensors",
-    "fork": "_run.fork",
-    "open": "_inspect.open",
-    "Checkpoint": "_inspect.open",
-    "restore": "_restore.restore",
-    "save": "_save.save",
-    "save_async": "_save.save",
-    "SaveHandle": "_save.handle",
-    "verify": "_inspect.verify",
-    "StoreSettings": "storage._settings",
-    "use_store": "storage._settings",
-    **dict.fromkeys(
-        (
-            "CheckpointError",
-            "CheckpointNotFound",
-            "CheckpointTimeout",
-            "CorruptCheckpoint",
-            "ProcessesDisagree",
-            "SaveFailed",
-            "StepExists",
-            "StoreError",
-            "TreeMismatch",
-            "UnsupportedFormat",
-            "UnsupportedLeaf",
-        ),
-        "errors",
-    ),
-}
-_MODULES = ("errors", "types")
-
 __all__ = [  # without `open`, so that `from jaxckpt import *` does not hide the built-in one
     "Checkpoint",
     "CheckpointError",
@@ -146,21 +107,39 @@ __all__ = [  # without `open`, so that `from jaxckpt import *` does not hide the
     "verify",
 ]
 
+# The home of each public name. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
+_HOME = {
+    **dict.fromkeys(__all__, "errors"),  # all that follow have another
+    "CheckpointManager": "_run.manager",
+    "SavePolicy": "_run.schedule",
+    "KeepPolicy": "_run.retention",
+    "LocalTier": "_run.config",
+    "convert": "_convert.convert",
+    "diff": "_inspect.diff",
+    "export_safetensors": "_convert.safetensors",
+    "import_safetensors": "_convert.safetensors",
+    "fork": "_run.fork",
+    "open": "_inspect.open",
+    "Checkpoint": "_inspect.open",
+    "restore": "_restore.restore",
+    "save": "_save.save",
+    "save_async": "_save.save",
+    "SaveHandle": "_save.handle",
+    "verify": "_inspect.verify",
+    "StoreSettings": "storage._settings",
+    "use_store": "storage._settings",
+}
+_MODULES = ("errors", "types")
 
-def _draw_checkpoint(ckpt: Checkpoint) -> str:
-    from jaxckpt.pages.notebook import checkpoint_html
 
-    return checkpoint_html(ckpt)
+def _pages() -> Any:
+    from jaxckpt.pages import notebook
 
-
-def _draw_manager(manager: CheckpointManager) -> str:
-    from jaxckpt.pages.notebook import manager_html
-
-    return manager_html(manager)
+    return notebook
 
 
-_notebook.register("checkpoint", _draw_checkpoint)
-_notebook.register("manager", _draw_manager)
+_notebook.register("checkpoint", lambda ckpt: _pages().checkpoint_html(ckpt))
+_notebook.register("manager", lambda manager: _pages().manager_html(manager))
 
 
 def __getattr__(name: str) -> Any:
