@@ -282,23 +282,17 @@ def orbax_value_type(leaf: Leaf) -> str:
 def _encode_value(leaf: Leaf) -> dict[str, object]:
     value_type = orbax_value_type(leaf)
     value: dict[str, object] = {"value_type": value_type, "skip_deserialize": leaf.kind == "empty"}
-    ours: dict[str, object] = {}
-    if leaf.container is not None:
-        ours["node"] = _encode_node(leaf.container)
-    if _ORBAX_KIND[value_type] != leaf.kind:
-        ours["kind"] = leaf.kind
+    kind = None if _ORBAX_KIND[value_type] == leaf.kind else leaf.kind
+    ours: dict[str, object] = {"node": _encode_node(leaf.container), "kind": kind}
     if (stored := leaf.stored) is not None:
         ours |= {"shape": stored.shape, "dtype": stored.dtype, "chunk": stored.chunk_shape}
-        if stored.inner_shape is not None:
-            ours["inner"] = stored.inner_shape
-        if stored.zstd is not None:
-            ours["zstd"] = stored.zstd
-        if stored.dtype != leaf.dtype:
-            ours["as"] = leaf.dtype
+        ours |= {"inner": stored.inner_shape, "zstd": stored.zstd}
+        ours["as"] = None if stored.dtype == leaf.dtype else leaf.dtype
         if leaf.kind == "key":
             ours |= {"impl": leaf.key_impl, "key_shape": leaf.shape}
         if value_type == "jax.Array":
             value["write_shape"] = stored.chunk_shape
+    ours = given(ours)
     return value | ({_OURS: ours} if ours else {})
 
 
