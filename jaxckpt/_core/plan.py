@@ -133,9 +133,8 @@ def placement_of(
     # On a mesh the holders depend only on the number of shards per dimension, so the devices (maybe
     # thousands) are queried once for all shapes.
     counts = tuple(n // part if part else 0 for n, part in zip(shape, shard_shape, strict=True))
-    if isinstance(sharding, NamedSharding) and 0 not in counts:
-        return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, counts, process_of))
-    return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, shape, process_of))
+    alike = counts if isinstance(sharding, NamedSharding) and 0 not in counts else shape
+    return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, alike, process_of))
 
 
 @lru_cache(maxsize=1 << 12)
