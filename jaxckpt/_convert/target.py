@@ -29,7 +29,7 @@ from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf
+from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf, grid_of
 from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
@@ -127,7 +127,7 @@ def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
     itemsize = arrays.dtype_of(stored.dtype).itemsize
     chunk_shape = clipped(stored.chunk_shape, stored.shape)
     unit_shape = clipped(stored.unit_shape, stored.shape)
-    count = math.prod(-(-n // c) for n, c in zip(stored.shape, chunk_shape, strict=True))
+    count = math.prod(grid_of(stored.shape, chunk_shape))
     if count > _MOST_CHUNKS:
         chunk_shape = enlarged(unit_shape, stored.shape, itemsize, arrays.MAX_UNIT_BYTES)
     elif math.prod(chunk_shape) * itemsize > _MOST_CHUNK_BYTES:

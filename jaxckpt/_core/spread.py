@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from jaxckpt._core.box import Box, cut, whole
+from jaxckpt.format.tree import grid_of
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[in
         first, last = at * part // side, -(-(at + 1) * part // side)
         first[:, 1:] = np.maximum(first[:, 1:], last[:, :-1])  # a unit that two devices need
         counts *= (last - first).clip(0).sum(axis=1)
-    return float(counts.sum()) / math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
+    return float(counts.sum()) / math.prod(grid_of(shape, unit))
 
 
 def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]) -> Division:
@@ -112,7 +113,7 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
         Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)), needed=1.0)
     """
     found: tuple[float, Axes] = math.inf, ()
-    grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
+    grid = grid_of(shape, unit)
     for axes in _ways(hosts, wanted, grid):
         if any(n % hosts.parts(names) for n, names in zip(shape, axes, strict=True)):
             continue
@@ -271,7 +272,7 @@ def _stripe(shape: Sequence[int], unit: Sequence[int], most: int) -> Sequence[in
     """Cuts an array along the dimension of most units, into stripes of about so many elements."""
     if math.prod(shape) <= most or not shape:
         return shape
-    grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
+    grid = grid_of(shape, unit)
     dim = grid.index(max(grid))
     each = math.prod(shape) * unit[dim] // shape[dim]  # elements of a row of units
     return (*shape[:dim], unit[dim] * max(1, most // max(1, each)), *shape[dim + 1 :])

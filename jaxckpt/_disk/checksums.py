@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_bytes
-from jaxckpt.format.tree import Leaf, StoredArray
+from jaxckpt.format.tree import Leaf, StoredArray, grid_of
 
 _SUM: Final = np.dtype("<u4")
 _CHUNK_KEY: Final = re.compile(r"(.*?)c((?:/\d+)*)", re.DOTALL)  # see `chunk_key`
@@ -26,25 +26,19 @@ _ANYWHERE: Final = 1 << 62  # no limit on offsets: only TensorStore knows how la
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
-def grid_of(stored: StoredArray) -> tuple[int, ...]:
-    """Returns the number of chunks, or inner chunks, along each dimension."""
-    unit_shape = stored.inner_shape or stored.chunk_shape
-    return tuple(-(-n // max(1, u)) for n, u in zip(stored.shape, unit_shape, strict=True))
-
-
 def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
     """Yields the index of each array's first checksum in the file; last, their total number."""
     start = 0
     for stored in arrays:
         yield start
         is_one = stored.unit_shape == stored.shape and 0 not in stored.shape
-        start += 1 if is_one else math.prod(grid_of(stored))
+        start += 1 if is_one else math.prod(grid_of(stored.shape, stored.unit_shape))
     yield start
 
 
 def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
     """Returns the numbers of a chunk's inner chunks in C order, or its own if it has none."""
-    grid, units = grid_of(stored), [0]
+    grid, units = grid_of(stored.shape, stored.unit_shape), [0]
     for n, at, chunk, unit in zip(grid, index, stored.chunk_shape, stored.unit_shape, strict=True):
         count = chunk // unit
         units = [outer * n + at * count + i for outer in units for i in range(count)]

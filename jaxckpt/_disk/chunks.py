@@ -26,7 +26,7 @@ from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import MAX_KEPT_CHUNKS, ChunkRead, count_chunks, plan_chunks
 from jaxckpt._core.threads import Pool
 from jaxckpt._core.transfer import empty, in_place
-from jaxckpt._disk.checksums import Sums, grid_of
+from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import inner_places
@@ -42,7 +42,7 @@ from jaxckpt.format.arrays import (
 )
 from jaxckpt.format.names import ZARR3
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf
+from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, grid_of
 
 # One read takes adjacent chunks up to these limits: the second is a quarter of what `preadv` takes.
 _RUN_BYTES: Final = 8 << 20
@@ -103,7 +103,8 @@ def _layout(
 
 def units_read(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
     counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
-    grid, itemsize = grid_of(stored), dtype_of(stored.dtype).itemsize
+    grid = grid_of(stored.shape, stored.unit_shape)
+    itemsize = dtype_of(stored.dtype).itemsize
     for plan in plan_chunks(stored.unit_shape, layout.boxes):
         inner = None
         if stored.inner_shape is not None:

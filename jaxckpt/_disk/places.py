@@ -21,7 +21,7 @@ from jaxckpt.format import names
 from jaxckpt.format.arrays import decode_index, index_bytes
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_database, encode_leaves
 from jaxckpt.format.step import FileFacts
-from jaxckpt.format.tree import StoredArray
+from jaxckpt.format.tree import StoredArray, grid_of
 from jaxckpt.storage import Storage
 
 _SUMS: Final = ""  # never the key of a value
@@ -112,11 +112,6 @@ def unite(
 def check_complete(item: str, tables: Sequence[Table], stored: Sequence[StoredArray]) -> None:
     """Raises SaveFailed if a value is in no table."""
     found = len({key for table in tables for key in table.places})
-    wanted = len(stored) + sum(map(_chunks_of, stored))
+    wanted = len(stored) + sum(math.prod(grid_of(one.shape, one.chunk_shape)) for one in stored)
     if found != wanted:
         raise SaveFailed(f"{item}: no process wrote {wanted - found} of the {wanted} values")
-
-
-def _chunks_of(stored: StoredArray) -> int:
-    sides = zip(stored.shape, stored.chunk_shape, strict=True)
-    return math.prod(-(-size // max(1, chunk)) for size, chunk in sides)

@@ -14,12 +14,12 @@ import numpy as np
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import plan_chunks, plan_reads
-from jaxckpt._disk.checksums import grid_of, stored_sums
+from jaxckpt._disk.checksums import stored_sums
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, another_chunk, make_memory
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt.format.arrays import chunk_key, dtype_of
-from jaxckpt.format.tree import Leaf
+from jaxckpt.format.tree import Leaf, grid_of
 
 _LARGE_CHUNK_BYTES: Final = 1 << 30
 
@@ -176,7 +176,7 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
     if sums is None:
         return
     counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
-    recorded = sums[leaf.prefix].reshape(grid_of(stored))
+    recorded = sums[leaf.prefix].reshape(grid_of(stored.shape, stored.unit_shape))
     units: dict[tuple[int, ...], dict[int, int]] = {}  # of each chunk: which, and its checksum
     for plan in plan_chunks(stored.unit_shape, boxes):
         index = tuple(map(operator.floordiv, plan.index, counts))

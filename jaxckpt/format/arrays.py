@@ -22,7 +22,7 @@ from awscrt.checksums import crc32c
 from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect, expect_shape
-from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, check_grid
+from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, check_grid, grid_of
 
 MAX_UNIT_BYTES: Final = 32 << 20
 CRC_BYTES: Final = 4
@@ -226,17 +226,14 @@ def leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
             f"{stored.dtype}{list(stored.shape)} cannot be the data of PRNG keys of shape "
             f"{list(leaf.shape)}"
         )
-    if _count(stored.shape, stored.chunk_shape) > _MAX_CHUNKS:
+    if math.prod(grid_of(stored.shape, stored.chunk_shape)) > _MAX_CHUNKS:
         return f"the array has more than {_MAX_CHUNKS} chunks"
     if stored.inner_shape is not None:
         size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
-        if _count(stored.shape, stored.inner_shape) > _MAX_INNER + size // _SMALLEST_INNER_BYTES:
+        most = _MAX_INNER + size // _SMALLEST_INNER_BYTES
+        if math.prod(grid_of(stored.shape, stored.inner_shape)) > most:
             return f"inner chunks of shape {stored.inner_shape} are too small for {size} bytes"
     return None
-
-
-def _count(shape: Sequence[int], tile_shape: Sequence[int]) -> int:
-    return math.prod(-(-n // c) for n, c in zip(shape, tile_shape, strict=True))
 
 
 def check_foreign(stored: StoredArray, *, leaf: str, file: str) -> None:
@@ -250,7 +247,7 @@ def check_foreign(stored: StoredArray, *, leaf: str, file: str) -> None:
     chunk_bytes = math.prod(stored.unit_shape) * itemsize
     # The index of a chunk lists all its inner chunks.
     inside = math.prod(stored.chunk_shape) // math.prod(stored.unit_shape)
-    count = max(inside, _count(stored.shape, stored.unit_shape))
+    count = max(inside, math.prod(grid_of(stored.shape, stored.unit_shape)))
     # A chunk may extend past the array, but known writers use the shape of a shard.
     most_bytes = max(_LARGE_BYTES, min(_MAX_CHUNK_BYTES, _MAX_PADDING * size))
     most_chunks = _MAX_CHUNKS + min(size // _SMALL_BYTES, _MAX_FOREIGN_CHUNKS)
@@ -285,11 +282,10 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
 def least_stored(stored: StoredArray, count: int) -> float:
     """Returns the least bytes of data files that a number of values of an array can take."""
     itemsize = dtype_of(stored.dtype).itemsize
-    size = count * itemsize
     chunk_bytes = math.prod(stored.chunk_shape) * itemsize
     # Compressed chunks may be so small that they lie in nodes, which are compressed again.
     packs = 2 if stored.zstd else int(chunk_bytes <= _PACKABLE_BYTES)
-    return size / _MAX_RATIO**packs
+    return count * itemsize / _MAX_RATIO**packs
 
 
 def has_our_codecs(data: bytes, *, file: str) -> bool:

@@ -157,6 +157,11 @@ class Tree:
     kinds: Mapping[str, LeafKind] = field(default_factory=dict)
 
 
+def grid_of(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the number of tiles along each dimension of an array."""
+    return tuple(-(-n // max(1, t)) for n, t in zip(shape, tile_shape, strict=True))
+
+
 def prefix_of(name: str) -> str:
     """Returns the prefix of an array's keys, as TensorStore makes a directory of a path."""
     if name in ("", "/"):
@@ -387,7 +392,7 @@ def decode_leaf(data: bytes, path: Path, *, file: str) -> tuple[Tree, int] | Non
 
 def _units(*shapes: bytes) -> int:
     shape, chunk, inner = (json.loads(text or b"[]") for text in shapes)
-    return math.prod(-(-n // max(1, unit)) for n, unit in zip(shape, inner or chunk, strict=True))
+    return math.prod(grid_of(shape, inner or chunk))
 
 
 def _unlike(root: Node | None, leaves: Sequence[Leaf]) -> list[str]:

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt._disk import reader
-from jaxckpt._disk.checksums import (
-    decode,
-    grid_of,
-    starts_of,
-    units_in,
-)
+from jaxckpt._disk.checksums import decode, starts_of, units_in
 from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
-from jaxckpt.format.tree import StoredArray
+from jaxckpt.format.tree import StoredArray, grid_of
 from jaxckpt.storage import kvstore, locate
 from jaxckpt.storage._arrays import Keys
 from jaxckpt.storage._values import find_values
@@ -66,7 +61,7 @@ def test_units_are_in_c_order_of_the_array():
     """As the shape of the table of a leaf."""
     stored = StoredArray(shape=(4, 4), dtype="int8", chunk_shape=(2, 4), inner_shape=(1, 2))
 
-    assert grid_of(stored) == (4, 2)
+    assert grid_of(stored.shape, stored.unit_shape) == (4, 2)
     assert units_in(stored, (1, 0)) == [4, 5, 6, 7]
 
 
