@@ -167,12 +167,13 @@ class Found:
                 )
 
     def read(self, folder: str, name: str) -> bytes:
-        """Reads a small file; CorruptCheckpoint if it is missing or differs from the record."""
+        """Reads a small file below a directory; CorruptCheckpoint if missing or not as recorded."""
         file = f"{folder}/{name}"
         relative = file.removeprefix(f"{self.path}/")
         facts = None if self.record is None else self.record.files.get(relative)
         if facts is None:
             return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        folder, _, name = file.rpartition("/")
         repeated = (facts.text or "").encode()
         if repeated and self.entries(folder).get(name) == ("file", len(repeated)):
             return repeated

@@ -117,7 +117,7 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
         else:
             if message is not None:
                 problems.append(Problem(file=f"{found.path}/{name}", leaf=None, message=message))
-    known = {*found.record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED}
+    known = {*found.record.files, *names.OF_COPY}
     try:
         unchecked += [
             f"{found.path}/{name} is not part of the checkpoint"

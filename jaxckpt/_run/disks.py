@@ -10,7 +10,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -30,16 +30,6 @@ from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
 from jaxckpt.format.tree import Leaf
 from jaxckpt.storage import Storage
 from jaxckpt.storage._values import read_place
-
-# What unites the parts of all processes.
-_UNITED: Final = (
-    names.CHUNK_SUMS,
-    names.OCDBT_MANIFEST,
-    f"{names.OCDBT_DATA}/",
-    names.OCDBT_PROCESS,
-)
-# Each copy has its own of these.
-_OWN: Final = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
 
 
 class Entry(NamedTuple):
@@ -72,12 +62,12 @@ def encode_outline(found: Found, items: Mapping[str, Item]) -> bytes:
     Args:
         items: Its trees with arrays.
     """
-    united = tuple(posixpath.join(item, part) for item in items for part in _UNITED)
+    united = tuple(posixpath.join(item, part) for item in items for part in names.UNITED)
     record, sizes = f"{found.path}/{names.RECORD}", found.recorded(found.path)
     given = {"record": found.storage.read(record, max_bytes=MAX_RECORD_BYTES)}
     for file in sizes:
-        if not file.startswith((*united, *_OWN)):
-            given[f"file {file}"] = _read(found, file)
+        if not file.startswith((*united, *names.OF_COPY)):
+            given[f"file {file}"] = found.read(found.path, file)
     for item, opened in items.items():
         described = {k: v for k, v in keys_here(opened).items() if k.endswith(names.ZARR3)}
         count = sizes[posixpath.join(item, names.CHUNK_SUMS)].size // 4
@@ -153,7 +143,7 @@ class Disk:
         recorded = self.found.recorded(self.found.path)
         for name, file in wanted:
             if name is None and file in recorded:
-                found[name, file] = Entry("", _read(self.found, file))
+                found[name, file] = Entry("", self.found.read(self.found.path, file))
         return found
 
 
@@ -193,8 +183,3 @@ def _good(item: Item, chunks: Mapping[str, _Chunk], budget_bytes: int) -> list[s
     for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=failed):
         pass
     return [key for key, read in reads.items() if id(read) not in bad]
-
-
-def _read(found: Found, file: str) -> bytes:
-    folder, name = posixpath.split(file)
-    return found.read(posixpath.join(found.path, folder).rstrip("/"), name)

@@ -20,9 +20,6 @@ from jaxckpt.format import names, run
 from jaxckpt.format.step import Life, Record, digest
 from jaxckpt.storage import Storage, files_in, locate, now, store_of
 
-# Files about a checkpoint, as opposed to its data.
-_NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
-
 
 @explained("fork")
 def fork(
@@ -129,7 +126,7 @@ def _name_of(found: Found, step: int | None) -> str:
 def _link(storage: Storage, found: Found, work: str) -> list[str]:
     if storage.kind(found.path) != "dir":
         raise CheckpointNotFound(f"{found.path} is a single file; restore it and save it again")
-    files = [name for name in files_in(storage.entries, found.path) if name not in _NOT_COPIED]
+    files = [name for name in files_in(storage.entries, found.path) if name not in names.OF_COPY]
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))
         if storage.kind(f"{found.path}/{name}") == "other":
@@ -145,7 +142,7 @@ def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]
     """Compares the linked files with the record, if any."""
     recorded = found.record.files if found.record is not None else {}
     for name, facts in recorded.items():
-        if name in _NOT_COPIED:
+        if name in names.OF_COPY:
             continue
         file, linked = f"{found.path}/{name}", f"{work}/{name}"
         if name not in files or storage.size(linked) != facts.size:

@@ -46,8 +46,6 @@ _MAX_PART_BYTES: Final = 1 << 30
 _FIRST_PAUSE_S: Final = 0.05  # between looks for the parts of other processes
 _LONGEST_PAUSE_S: Final = 2.0
 _PROBLEM: Final = "problem/"  # never the name of an item or a file
-# The copy has its own.
-_NOT_COPIED: Final = frozenset({names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED})
 
 
 def machine() -> str:
@@ -154,7 +152,7 @@ class Part:
         """Leaves the tables and this process's own files for process 0, after the data files."""
         own = names.process_file(self.process, self.count)
         mine = [f for f in self.found.recorded(self.found.path) if posixpath.basename(f) == own]
-        left = {file: _read(self.found, file) for file in mine}
+        left = {file: self.found.read(self.found.path, file) for file in mine}
         left |= {item: encode_table(table) for item, table in self.tables.items()}
         _leave(storage, self.work, self.process, left)
 
@@ -219,7 +217,7 @@ class Part:
 def part_of(found: Found, work: Work) -> Part:
     """Returns what this process sends of a step on its disk."""
     assert found.record is not None
-    files = {file: file for file in found.record.files if file not in _NOT_COPIED}
+    files = {file: file for file in found.record.files if file not in names.OF_COPY}
     if found.part is not None:
         return _part_of_share(found, work, files, *found.part)
     return Part(found=found, work=work, process=0, count=1, files=files, tables={})
@@ -236,9 +234,8 @@ def _part_of_share(
         there = {file: names.data_file_of(file, work.mark) for file in table.files()}
         tables[item] = table.renamed(there)
         data |= {posixpath.join(item, to): posixpath.join(item, file) for file, to in there.items()}
-        united = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, f"{names.OCDBT_DATA}/")
-        merged = tuple(posixpath.join(item, name) for name in (*united, names.OCDBT_PROCESS))
-        files = {name: file for name, file in files.items() if not name.startswith(merged)}
+        united = tuple(posixpath.join(item, name) for name in names.UNITED)
+        files = {name: file for name, file in files.items() if not name.startswith(united)}
     sent = data if process else data | files  # process 0 sends the metadata
     return Part(found=found, work=work, process=process, count=count, files=sent, tables=tables)
 
@@ -277,8 +274,3 @@ def _leave(storage: Storage, work: Work, process: int, left: Mapping[str, bytes]
 
 def _decode(data: bytes) -> dict[str, bytes]:
     return {name: one for name, one in decode_leaves(data).items() if isinstance(one, bytes)}
-
-
-def _read(found: Found, file: str) -> bytes:
-    folder, name = posixpath.split(file)
-    return found.read(posixpath.join(found.path, folder), name)

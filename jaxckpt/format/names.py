@@ -72,7 +72,11 @@ DELETION_RECORD: Final = "_CHECKPOINT_DELETION"
 # An empty file: no policy may delete this step.
 PINNED: Final = "_jaxckpt.pinned"
 
-TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WRITER, PINNED)
+# Files about a checkpoint, as opposed to its data: each copy has its own.
+OF_COPY: Final = (RECORD, COMMIT_MARKER, WRITER, PINNED)
+TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, *OF_COPY)
+# What unites the parts of all processes in an item; paths begin with it.
+UNITED: Final = (CHUNK_SUMS, OCDBT_MANIFEST, f"{OCDBT_DATA}/", OCDBT_PROCESS)
 
 # In the root of a run. Files, because a directory there could be mistaken for a step.
 RUN: Final = "_jaxckpt.run"
