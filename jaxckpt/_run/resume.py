@@ -43,6 +43,8 @@ from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
 Check = Callable[[Found | None], None]
+# Puts the copies of steps in the order to try, given the steps in each root.
+InOrder = Callable[[Mapping[int, Collection[int]]], list[Copy]]
 
 _POLL_S: Final = 0.5
 
@@ -78,16 +80,15 @@ class Resume:
 
     def candidates(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step, nearest, known = _chosen(step), self.roots[0], []
-        name = f"manager {self._name}/steps"
+        step, nearest, in_order = _chosen(step), self.roots[0], newest_first
+        name, limit_s = f"manager {self._name}/steps", self.timeout_s
         if nearest.group.part is not None or nearest.peers:
-            # Only process 0 needs to know what the disks have.
-            add, limit_s = lambda *x: known.extend(x), self.timeout_s
-            judge_steps(nearest, add, run=self._name, timeout_s=limit_s)
-        limit_s = self.timeout_s
+            known: list[Disks] = []  # only process 0 needs to know what the disks have
+            judge_steps(nearest, lambda *x: known.extend(x), run=self._name, timeout_s=limit_s)
+            in_order = partial(self._over_disks, known)
         with leading(self.processes, name, where=self._name, timeout_s=limit_s, meets=True) as led:
             if self.processes.index == 0:  # it lists the steps
-                led.value = self._copies(step, *known)
+                led.value = self._copies(step, in_order)
         return [Copy(*one) for one in led.value]
 
     def report_alike(self, text: str) -> None:
@@ -98,17 +99,15 @@ class Resume:
         elif text not in index.problems:
             index.problems.append(text)
 
-    def _copies(
-        self, step: int | str, disks: Disks | None = None, others: Disks = ()
-    ) -> list[Copy]:
+    def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
         if step == "latest":
             found = reachable(self.roots, lambda root: root.index.to_restore())
-            return self._in_order(found, disks, others) or self._refuse_flax()
+            return in_order(found) or self._refuse_flax()
         if step == "best":
-            return self._best_first(disks, others)
+            return self._best_first(in_order)
         wanted = int(step)
         found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
-        copies = [copy for copy in self._in_order(found, disks, others) if copy.step == wanted]
+        copies = [copy for copy in in_order(found) if copy.step == wanted]
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
@@ -117,18 +116,11 @@ class Resume:
         """Returns the copies of steps from the newest down; see `StepIndex.to_restore`."""
         return newest_first(reachable(self.roots, lambda root: root.index.to_restore()))
 
-    def _in_order(
-        self, found: Mapping[int, Collection[int]], disks: Disks | None, others: Disks
+    def _over_disks(
+        self, known: Sequence[Disks], found: Mapping[int, Collection[int]]
     ) -> list[Copy]:
-        """Returns the copies of steps in the order to try.
-
-        Args:
-            found: The steps in each root.
-            disks: The steps on the disk of each process, if others are to be read too.
-            others: The steps in places without a process.
-        """
-        if disks is None:
-            return newest_first(found)
+        """Returns the copies of steps in the order to try, given what `judge_steps` showed."""
+        disks, others = known
         index, local = self.roots[-1].index, set().union(*disks, *others)
         there = found.get(len(self.roots) - 1, ())
         durable = {n: origin_in(index, n) if n in local else None for n in there}
@@ -171,9 +163,9 @@ class Resume:
         storage = self.roots[-1].index.storage
         return at_once(lambda n: self.roots[there[n][0]].index.info(n), there, storage)
 
-    def _best_first(self, disks: Disks | None, others: Disks) -> list[Copy]:
+    def _best_first(self, in_order: InOrder) -> list[Copy]:
         found = reachable(self.roots, lambda root: root.index.steps())
-        there, copies = _by_step(found), self._in_order(found, disks, others)
+        there, copies = _by_step(found), in_order(found)
         if ranked := self._ranked(there):
             return [copy for info in ranked for copy in copies if copy.step == info.step]
         raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
