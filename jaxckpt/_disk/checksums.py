@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -46,13 +46,10 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
 
 
 def units_by_key(
-    stored: Mapping[str, StoredArray], keys: Iterable[str]
+    leaves: Iterable[Leaf], keys: Iterable[str]
 ) -> Iterator[tuple[str, StoredArray, list[int]]]:
-    """Yields each key of a chunk, its array, and the numbers of the chunk and its inner chunks.
-
-    Args:
-        stored: The arrays by the prefixes of their keys.
-    """
+    """Yields each key of a chunk, its array, and the numbers of the chunk and its inner chunks."""
+    stored = {leaf.prefix: leaf.array for leaf in leaves if leaf.has_array}
     starts = dict(zip(stored, starts_of(stored.values()), strict=False))
     for match in filter(None, map(_CHUNK_KEY.fullmatch, keys)):
         prefix, index = match.groups()

@@ -19,8 +19,7 @@ import numpy as np
 
 from jaxckpt._disk.checksums import Sums, units_by_key
 from jaxckpt._disk.found import Found, check_sizes
-from jaxckpt._disk.item import open_item
-from jaxckpt._disk.native import Item
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.places import inner_places
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import names
@@ -86,8 +85,7 @@ class Contents:
 
 def _add_database(found: Found, item: str, spans: dict[str, list[_Span]]) -> bool:
     """Adds the spans of an item's database; returns False if only TensorStore can find them."""
-    opened = open_item(found, item)
-    assert isinstance(opened, Item)
+    leaves = open_tree(found, item).tree.leaves
     path, nodes = found.items[item], list[Place]()
     try:
         places = find_values(found.storage, path, nodes=nodes)
@@ -102,11 +100,10 @@ def _add_database(found: Found, item: str, spans: dict[str, list[_Span]]) -> boo
 
     for node in nodes:
         add(node)
-    stored = {leaf.prefix: leaf.array for leaf in opened.tree.leaves if leaf.has_array}
     sums = _NO_SUMS
     if names.CHUNK_SUMS in found.recorded(path):
         sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
-    for key, array, units in units_by_key(stored, places):
+    for key, array, units in units_by_key(leaves, places):
         place = places[key]
         wanted = sums[units].tolist() if sums.size else [None] * len(units)
         if isinstance(place, bytes):

@@ -18,7 +18,7 @@ from jaxckpt._core.box import Box, tile, whole
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.found import Found, Wanted
-from jaxckpt._disk.item import open_item
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table
 from jaxckpt._disk.reader import keys_here, read_leaves
@@ -121,9 +121,7 @@ class Disk:
                     raise UnsupportedFormat(
                         f"{path} lacks {names.CHUNK_SUMS}: it cannot be checked"
                     )
-                opened = open_item(found, name)
-                assert isinstance(opened, Item)
-                self.items[name] = opened
+                self.items[name] = open_tree(found, name)
         self.outline = encode_outline(found, self.items)
 
     def entries(self, wanted: AbstractSet[Wanted], budget_bytes: int) -> dict[Wanted, Entry]:

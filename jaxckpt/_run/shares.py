@@ -27,15 +27,13 @@ from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.checksums import starts_of, units_by_key
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
-from jaxckpt._disk.item import open_item
-from jaxckpt._disk.native import Item
+from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
 from jaxckpt.format.step import FileFacts
-from jaxckpt.format.tree import StoredArray
 from jaxckpt.multihost import Processes, meet, text_of
 from jaxckpt.multihost._collective import disagreement
 from jaxckpt.storage import LocalStorage, Storage, together
@@ -204,7 +202,8 @@ class Part:
         for item, mine in self.tables.items():
             tables = [decode_table(left[item]) for left in others.values() if item in left]
             tables.append(mine)  # last: of small host arrays all have a value, and its own counts
-            stored = [*_stored(self.found, item).values()]
+            leaves = open_tree(self.found, item).tree.leaves
+            stored = [leaf.array for leaf in leaves if leaf.has_array]
             folder = posixpath.join(self.work.path, item)
             check_complete(folder, tables, stored)
             *_, chunks = starts_of(stored)
@@ -251,15 +250,9 @@ def _table(found: Found, item: str) -> Table:
     }
     sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
     # Not those of held chunks: host arrays, and replicas gone astray, differ between processes.
-    units = [unit for *_, some in units_by_key(_stored(found, item), mine) for unit in some]
+    leaves = open_tree(found, item).tree.leaves
+    units = [unit for *_, some in units_by_key(leaves, mine) for unit in some]
     return Table(mine, units, sums[units].tolist())
-
-
-def _stored(found: Found, item: str) -> dict[str, StoredArray]:
-    """Returns the storage layout of an item's arrays, by the prefix of their keys."""
-    opened = open_item(found, item)
-    assert isinstance(opened, Item)
-    return {leaf.prefix: leaf.array for leaf in opened.tree.leaves if leaf.has_array}
 
 
 def refuse(storage: Storage, work: Work, process: int, error: Exception) -> None:
