@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -242,8 +243,7 @@ class ShardingChooser:
         if self._mesh is not None:
             return self._on_mesh(self._mesh, self._saved().get(name), shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
-            is_abstract = isinstance(getattr(wanted.sharding, "mesh", None), AbstractMesh)
-            return self._concrete(wanted.sharding, name, path) if is_abstract else wanted.sharding
+            return self._concrete(wanted.sharding, name, path)
         saved = self._saved().get(name)
         if saved is None:
             return None
@@ -299,12 +299,7 @@ class ShardingChooser:
         return NamedSharding(mesh, PartitionSpec(*[s[0] if s and len(s) == 1 else s for s in spec]))
 
     def _mesh_like(self, saved: SavedSharding) -> Mesh | None:
-        key = SavedSharding(
-            axis_names=saved.axis_names,
-            axis_sizes=saved.axis_sizes,
-            axis_types=saved.axis_types,
-            device_ids=saved.device_ids,
-        )
+        key = replace(saved, spec=())
         if key not in self._meshes:
             self._meshes[key] = _mesh_here(key)
         return self._meshes[key]
