@@ -16,6 +16,7 @@ from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import LEARNED, SavePolicy
 from jaxckpt.format import names
+from jaxckpt.format.jsontext import given
 from jaxckpt.multihost import Processes, check_alike
 from jaxckpt.storage._settings import check_peer
 
@@ -118,7 +119,7 @@ def _local_tier(fields: dict[str, Any]) -> LocalTier | None:
 
 def _with_policies(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those arguments that are not None, with policies for dicts of their fields."""
-    found = with_units(what, _given(arguments))
+    found = with_units(what, given(arguments))
     for name, policy in _POLICIES.items():
         value = found.get(name)
         if value is not None and not isinstance(value, policy):
@@ -131,14 +132,14 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
     auto = fields.pop("auto", None) if policy is SavePolicy else None
     known += ["auto"] if policy is SavePolicy else []
     check_names(f"{name} has no field", fields, known)
-    fields = with_units(name, _given(fields))
+    fields = with_units(name, given(fields))
     if auto is None:
         return policy(**fields)
     arguments = _mapping(auto, f"{name}.auto")
     check_names(f"{name}.auto has no field", arguments, ["mtbf_hours", "processes"])
     if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
         return policy(**fields)  # `auto` was left empty
-    return SavePolicy.auto(**_given(arguments), **fields)
+    return SavePolicy.auto(**given(arguments), **fields)
 
 
 def has_unit(name: str) -> bool:
@@ -160,11 +161,6 @@ def with_units(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise ValueError(f"{name} in {what} {error}") from None
     return found
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops arguments that are None, which stands for the default."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _mapping(config: Any, what: str) -> dict[str, Any]:
