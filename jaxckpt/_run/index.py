@@ -576,6 +576,3 @@ def newest_saved(index: StepIndex) -> Saved | None:
         with contextlib.suppress(CheckpointError):
             return index.saved(number)
     return None
-
-
-# --- the root --------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ step refers to the newest step, and the first nine references are made unread.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -294,7 +293,8 @@ def changes_since(
     later = () if base is None else base.later
     taken = [i for i in later if not same[i]]
     if asks:
-        rest = sorted({*away} - {*compared}, key=lambda i: _size(tree, i), reverse=True)
+        sizes = {i: tree.sources[i].shard.size * tree.sources[i].stored.itemsize for i in away}
+        rest = sorted({*away} - {*compared}, key=sizes.__getitem__, reverse=True)
         taken = rest[:_MOST_ON_DEVICES]
     asked = [*compared, *taken]
     places: Any = [(values[tree.sources[i].array], tree.sources[i].position) for i in asked]
@@ -364,8 +364,3 @@ def _files_of(base: Base, sources: Collection[int]) -> list[str]:
 
 def _true(those: Sequence[bool]) -> set[int]:
     return {i for i, one in enumerate(those) if one}
-
-
-def _size(tree: TreePlan, source: int) -> int:
-    one = tree.sources[source]
-    return math.prod(one.shard.shape) * one.stored.itemsize
