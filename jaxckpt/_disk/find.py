@@ -35,6 +35,7 @@ from jaxckpt._disk.found import (
     is_sealed,
     json_name,
     lacks_marker,
+    record_at,
 )
 from jaxckpt.errors import (
     CheckpointError,
@@ -235,10 +236,11 @@ def _no_directory(storage: Storage, path: str, linked: str) -> Found:
 
 def read_record(storage: Storage, path: str, entries: Entries) -> Found:
     """Reads no more of a committed checkpoint than its record, if it has one; see `read_found`."""
-    found = Found(storage=storage, path=path, listings={path: entries})
     if names.WRITER not in entries and names.RECORD not in entries:
         return read_found(storage, path, entries)
-    found = _read_record(found, entries)
+    _check_recorded(path, entries)
+    record = record_at(storage, path)
+    found = Found(storage=storage, path=path, listings={path: entries}, record=record)
     found.refuse_holes(path)
     return found
 
@@ -264,7 +266,8 @@ def read_facts(storage: Storage, path: str, entries: Entries) -> Found:
     """Does the same, but looks for no items."""
     found = Found(storage=storage, path=path, listings={path: entries})
     if names.WRITER in entries or names.RECORD in entries:
-        found = _read_record(found, entries)
+        _check_recorded(path, entries)
+        found = replace(found, record=record_at(storage, path))
     elif names.CHECKPOINT_METADATA in entries and lacks_marker(path, entries):
         raise _no_marker(path, f" If it is a complete copy, add an empty {names.COMMIT_MARKER}.")
     elif lost_record(found):
@@ -312,15 +315,13 @@ def lost_record(found: Found) -> bool:
     return any(names.CHUNK_SUMS in found.entries(item) for item in items)
 
 
-def _read_record(found: Found, entries: Entries) -> Found:
+def _check_recorded(path: str, entries: Entries) -> None:
+    """Raises unless a checkpoint of ours has its commit marker and its record."""
     marker = entries.get(names.COMMIT_MARKER)
     if marker is None or marker.kind != "file":
-        raise _no_marker(found.path)
-    file = f"{found.path}/{names.RECORD}"
+        raise _no_marker(path)
     if names.RECORD not in entries:
-        raise _no_record(found.path)
-    data = found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
-    return replace(found, record=step.decode_record(data, file=file))
+        raise _no_record(path)
 
 
 def _items(found: Found, entries: Entries) -> dict[str, str]:

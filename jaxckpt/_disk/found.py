@@ -193,6 +193,12 @@ class Found:
         return data
 
 
+def record_at(storage: Storage, path: str) -> Record:
+    """Reads the record of the checkpoint at a path."""
+    file = f"{path}/{names.RECORD}"
+    return step.decode_record(storage.read(file, max_bytes=step.MAX_RECORD_BYTES), file=file)
+
+
 def check_current(found: Found) -> None:
     """Raises CheckpointNotFound if the checkpoint was replaced or deleted."""
     if not is_current(found):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from jaxckpt._disk.attempt import Check
+from jaxckpt._disk.found import record_at
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
@@ -29,9 +30,7 @@ def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
     found = {folder for folder, name in split if folder and name in _OF_OTHERS}
     if found and ("", names.RECORD) in split:  # its items may have such files, of other handlers
         with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
-            file = f"{path}/{names.RECORD}"
-            data = storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
-            found -= {posixpath.dirname(one) for one in step.decode_record(data, file=file).files}
+            found -= {posixpath.dirname(file) for file in record_at(storage, path).files}
     elif found:  # in early steps of Orbax, each item is a checkpoint
         items = {folder for folder in found if "/" not in folder}
         found -= {one for one in items if {(one, name) for name in _OURS}.isdisjoint(split)}

@@ -48,7 +48,7 @@ from typing import Literal, NoReturn, TypeVar
 from jaxckpt._core.text import size_text
 from jaxckpt._disk.attempt import Fence, read_small, warn
 from jaxckpt._disk.commit import Commit, commit_of
-from jaxckpt._disk.found import lacks_marker
+from jaxckpt._disk.found import lacks_marker, record_at
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -437,9 +437,8 @@ def check_target(
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
     """Returns the names in a checkpoint that do not belong to the single tree of a `save`."""
     if names.RECORD in inside:
-        data = storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES)
-        record = step.decode_record(data, file=f"{path}/{names.RECORD}")
-        known = {file.partition("/")[0] for file in record.files} | set(names.TOP_FILES)
+        recorded = record_at(storage, path).files
+        known = {*names.TOP_FILES, *(file.partition("/")[0] for file in recorded)}
     else:
         items = [
             name

@@ -28,7 +28,7 @@ from jaxckpt._disk.attempt import Check
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found, Wanted, file_problem
+from jaxckpt._disk.found import Found, Wanted, file_problem, record_at
 from jaxckpt._disk.reader import keys_here
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.disks import Disk, read_entry
@@ -38,7 +38,7 @@ from jaxckpt._run.upload import contents_of, mend_others, same_bytes, upload_tok
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.format.step import MAX_RECORD_BYTES, decode, decode_record, encode_record
+from jaxckpt.format.step import MAX_RECORD_BYTES, decode, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
 
@@ -168,9 +168,7 @@ def _find(storage: Storage, path: str) -> Found | None:
 
 def _by_record(storage: Storage, path: str) -> Found:
     """Returns the damaged copy as its record has it; reads nothing else."""
-    file = f"{path}/{names.RECORD}"
-    record = decode_record(storage.read(file, max_bytes=MAX_RECORD_BYTES), file=file)
-    return Found(storage=storage, path=path, record=record)
+    return Found(storage=storage, path=path, record=record_at(storage, path))
 
 
 def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:

@@ -19,12 +19,12 @@ from typing import Any, Final, Literal, TypeVar
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import looks_committed, lost_record, read_facts, read_record
-from jaxckpt._disk.found import Found, check_sizes
+from jaxckpt._disk.found import Found, check_sizes, record_at
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt._run.listing import Listing, shown, whole
 from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
-from jaxckpt.format import jsontext, names, run, step
+from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import Owner, RootFile, StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, listed, together
 from jaxckpt.storage import listing as entries_of
@@ -474,12 +474,10 @@ class StepIndex:
 
     def saved(self, number: int) -> Saved:
         """Reads how the run got to a step, from its record if it has one."""
-        file = f"{self.path(number)}/{names.RECORD}"
         try:
-            data = self.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
+            return Saved.of(number, record_at(self.storage, self.path(number)).life)
         except FileNotFoundError:
             return Saved(number)
-        return Saved.of(number, step.decode_record(data, file=file).life)
 
     def earlier_lives(self, newest: Saved | None) -> list[int]:
         """Returns the steps from which the run did not go on; see `astray`."""
