@@ -462,24 +462,21 @@ def _decode_ours(kind: str, ours: Mapping[str, Any], where: str, file: str) -> d
     if "shape" not in ours and kind in _TEXT_KINDS:
         return {"kind": kind}
 
-    inner = ["inner"] if ours.get("inner") is not None else []
-    of_key = ["key_shape"] if kind == "key" else []
-    shapes = {
-        key: expect_shape(ours.get(key), f"{where}: {key}", file=file)
-        for key in ("shape", "chunk", *inner, *of_key)
-    }
+    def shape_of(key: str) -> tuple[int, ...]:
+        return expect_shape(ours.get(key), f"{where}: {key}", file=file)
+
     stored = StoredArray(
-        shape=shapes["shape"],
+        shape=shape_of("shape"),
         dtype=expect(ours.get("dtype"), str, f"{where}: dtype", file=file),
-        chunk_shape=shapes["chunk"],
-        inner_shape=shapes.get("inner"),
+        chunk_shape=shape_of("chunk"),
+        inner_shape=None if ours.get("inner") is None else shape_of("inner"),
         zstd=maybe_expect(ours.get("zstd"), int, f"{where}: zstd", file=file),
     )
     check_grid(stored, where=where, file=file)
     return {
         "kind": kind,
         "dtype": expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
-        "shape": shapes.get("key_shape", stored.shape),
+        "shape": shape_of("key_shape") if kind == "key" else stored.shape,
         "key_impl": maybe_expect(ours.get("impl"), str, f"{where}: impl", file=file),
         "stored": stored,
     }
