@@ -452,10 +452,8 @@ def abstract(tree: Tree) -> object:
 
 
 def _abstract_value(leaf: Leaf) -> object:
-    if leaf.kind == "empty":
+    if leaf.kind in ("empty", "ellipsis"):
         return empty_value(leaf)
-    if leaf.kind == "ellipsis":
-        return ...
     if leaf.kind == "key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.key_impl))
         return jax.ShapeDtypeStruct(leaf.shape, key.dtype)
@@ -503,7 +501,9 @@ def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) 
 
 
 def empty_value(leaf: Leaf) -> object:
-    """Returns the empty container of a leaf of kind "empty"."""
+    """Returns the empty container of a leaf of kind "empty", or `...` for kind "ellipsis"."""
+    if leaf.kind == "ellipsis":
+        return ...
     if leaf.container is not None and leaf.container.type == "odict":
         return OrderedDict()
     if leaf.container is not None:

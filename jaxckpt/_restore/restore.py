@@ -439,10 +439,8 @@ def _inline(plan: LeafPlan) -> Buffers:
 
 def _convert(where: str, plan: LeafPlan, parts: Buffers) -> object:
     saved, wanted = plan.saved, plan.wanted
-    if saved.kind == "empty":
+    if saved.kind in ("empty", "ellipsis"):
         return pytree.empty_value(saved)
-    if saved.kind == "ellipsis":
-        return ...
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
     parts = _as_wanted(plan, parts, where)
