@@ -48,9 +48,9 @@ class Leases:
             lease = self.read(entry) if names.is_lease(entry, changes=True) else None
             if lease is not None and lease.step == step:
                 raise SaveFailed(
-                    "a command or job mends it, or deletes an item of it, by the file "
-                    f"{self.index.root}/{entry}. If that was killed, this file no longer counts "
-                    f"after {CHANGE_S:.0f} s: try again then"
+                    "a command or job mends it, or deletes an item of it, as the file "
+                    f"{self.index.root}/{entry} shows. If that was killed, the file no longer "
+                    f"counts after {CHANGE_S:.0f} s; try again then"
                 )
 
     def read(self, entry: str) -> Lease | None:
