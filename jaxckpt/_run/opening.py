@@ -33,6 +33,7 @@ class Opening:
     def __init__(self, owner: Ownership, deletion: Deletion, group: Group) -> None:
         self.ended = ""  # why, once it has
         self._saves: SaveQueue | None = None  # None until the run is open
+        self._is_over = False  # once nothing is waited for any more
         self._owner = owner
         self._deletion = deletion
         self._index = deletion.index
@@ -90,7 +91,7 @@ class Opening:
 
     def fail(self) -> None:
         """Releases a run that cannot be used, so that the next manager need not wait."""
-        self.ended = "it could not open the run"
+        self.ended, self._is_over = "it could not open the run", True
         self._owner.close()
 
     def _begin_or_go_on(self, reach: Reach, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Opening:
         index = self._index
         with self._beginning:
             listing = self._take()
-        if self.ended:  # while the root did not answer
+        if self._is_over:  # while the root did not answer
             self._owner.close()
             return {}
         with _unless_full(index):
@@ -134,9 +135,9 @@ class Opening:
         if not self._beginning.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
         try:
-            if not self._owner.token and not self.ended:
+            if not self._owner.token and not self._is_over:
                 self._take()
-            if self.ended:  # while the root did not answer
+            if self._is_over:  # while the root did not answer
                 self._owner.close()
                 raise SaveFailed(f"{self._index.root}: {self.ended}")
         finally:
@@ -158,6 +159,7 @@ class Opening:
                 if self._saves is not None:
                     self._saves.stop()
             finally:
+                self._is_over = True  # the uploads that it waited for may have opened the root
                 if self._reach is None:
                     self._owner.close()
                 else:
@@ -187,7 +189,7 @@ _open_lock = threading.Lock()  # guards _open
 def _end_in_child() -> None:
     # A forked child lacks the saving threads, and the run stays the parent's.
     for opening in _open.values():
-        opening.ended = FORKED
+        opening.ended, opening._is_over = FORKED, True
     _open.clear()
 
 

@@ -224,7 +224,7 @@ class Saver:
         self.position.go_back(newest, good)
         self.incremental.clear()
         if self._tiers is not None:
-            self._tiers.sender.newest = self._tiers.sender.newest_direct = None
+            self._tiers.sender.go_back(newest)
 
     def is_behind(self, step: int) -> bool:
         """Returns whether a step was unknown, as when the directory was away; all answer alike."""

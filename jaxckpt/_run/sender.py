@@ -94,6 +94,13 @@ class Sender:
         """Records that a step is in the directory."""
         self.newest = max(step, -1 if self.newest is None else self.newest)
 
+    def go_back(self, newest: int | None) -> None:
+        """Forgets the steps after `newest`, which are gone; an older upload may still follow it."""
+        limit, both = -1 if newest is None else newest, (self.newest, self.newest_direct)
+        self.newest, self.newest_direct = (
+            n if n is not None and n <= limit else None for n in both
+        )
+
     def has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
         with contextlib.suppress(CheckpointError, OSError):
@@ -188,7 +195,10 @@ class Sender:
         if owner.token and owner.is_known and not waits:
             return
         newest = newest_saved(target.index)
-        if newest is not None and not newest.led_to(step()):
+        # An older step may also follow a newer one of this job, to which it led.
+        is_ours = newest is not None and newest.step in (self.newest, self.newest_direct)
+        leads = newest is None or newest.led_to(one := step()) or (is_ours and one.led_to(newest))
+        if newest is not None and not leads:
             raise SaveFailed(
                 f"{target.index.root}: step {newest.step} there was saved by another job, while "
                 "this one could not reach the directory. Nothing was written there. Stop this job; "

@@ -118,8 +118,8 @@ class Tiers:
         if self._has_room(size_bytes):
             return False
         self.uploader.give_way()
+        there = {*index.steps(), *index.astray}  # first: a save may commit at this moment
         stay = {*self.uploader.steps(), *self._newest_unless_durable(floor)}
-        there = {*index.steps(), *index.astray}
         index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))
         if self._has_room(size_bytes):
             index.report(f"{index.root}: the disk is almost full, so fewer steps are kept there")

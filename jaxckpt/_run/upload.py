@@ -105,6 +105,8 @@ def upload(
             f"{found.path} was not written by jaxckpt. Copy it with `jaxckpt convert`."
         )
     path = target.path(step)
+    if not target.owned:  # another process of the job may have deleted it
+        target.forget(step)
     if target.is_committed(step):
         there = already_there(found, record, target, step)
         _pin(found, target.storage, path)
@@ -302,8 +304,7 @@ class Sending:
         if storage.atomic_rename:  # in a store, what was not written whole is not there
             self._there |= files_in(storage.entries, self.folder, temporary=True).keys()
         if stray := sorted(self._there.difference(keep)):
-            self.check()
-        storage.delete_files([f"{self.folder}/{name}" for name in stray])
+            storage.delete_files([f"{self.folder}/{name}" for name in stray], check=self.check)
 
     def withdraw(self) -> None:
         """Deletes what was sent if the next job has removed the rest: nobody would know it."""
@@ -375,8 +376,7 @@ class Sending:
             storage.write(path, self._paced(name, size))
             return
         if replace:
-            self.check()
-            storage.delete_files([path])
+            storage.delete_files([path], check=self.check)
         commit_of(storage, self.folder).add(path, self._paced(name, size))
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:

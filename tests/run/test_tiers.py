@@ -63,6 +63,7 @@ class Store(_Relay):
         self.answers.set()
         self.slow = "all"  # or the verb that waits for `answers`
         self.away: OSError | None = None
+        self.only = ""  # what is away, by a part of the path
         self.asked = threading.Event()  # while it did not answer
 
     def _before(self, verb, path, data=b""):
@@ -70,7 +71,7 @@ class Store(_Relay):
             self.asked.set()
         if self.slow in ("all", verb):
             self.answers.wait(60)
-        if self.away is not None:
+        if self.away is not None and self.only in path:
             raise OSError(self.away.errno, self.away.strerror, path)
 
 
@@ -1373,3 +1374,121 @@ def test_processes_share_a_local_directory(run_processes, tmp_path):
     damage(tmp_path / "run" / "4")
     again = [done.result for done in run_processes("tiers:train", count=2, args=[tmp_path, 1])]
     assert [one["start"] for one in again] == [2, 2]
+
+
+# --- uploads that meet something else ------------------------------------------------------------
+
+_AWAY = OSError(errno.EIO, "away")
+_OFTEN = SavePolicy(every_steps=10)
+
+
+def stop_before_upload(manager, step):
+    """Saves a step as a job that dies before it is uploaded."""
+    manager._tiers.uploader.put = lambda upload: None
+    manager.save(step, state(step)).result()
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_what_comes_back_while_a_manager_closes_gets_the_steps(tmp_path, local, store, resumed):
+    """Of this job, which never reached the directory; and of an earlier one, tried once more."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        manager.save(10, state(10)).durable()
+        if resumed:
+            stop_before_upload(manager, 20)
+    store.away, store.only = _AWAY, "/20" if resumed else ""
+    manager = CheckpointManager(run, local=local)
+    manager.restore_or(lambda: state(0))
+    if not resumed:
+        manager.save(20, state(20)).result()
+    store.asked.clear()
+
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    wait_until(lambda: manager._saver.ended and store.asked.is_set())
+    store.away = None
+    closing.join(60)
+
+    with CheckpointManager(run, mode="r") as reader:
+        assert reader.all_steps() == [10, 20]
+
+
+def test_a_full_disk_keeps_a_step_that_commits_meanwhile(tmp_path, local, limits):
+    """Steps are deleted before a save while the one before may still be written."""
+    may_commit, handles, listings = threading.Event(), [], count(1)
+
+    def before(verb, path):
+        if verb == "rename" and path.rpartition("/")[2].startswith("20."):
+            may_commit.wait(60)
+        is_listing = handles and (verb, path) == ("entries", str(local))
+        # The steps there, and those that have to stay, are found by one listing each.
+        if is_listing and threading.current_thread() is main and next(listings) == 2:
+            may_commit.set()
+            handles[0].result()
+
+    main, tier = threading.main_thread(), LocalTier(watched(local, before), save=_OFTEN)
+    with CheckpointManager(
+        tmp_path / "run", save=SavePolicy(every_steps=100), local=tier
+    ) as manager:
+        manager.save(10, state(10)).result()
+        manager.wait_until_finished()
+        handle = manager.save(20, state(20))
+        limits(tiers, _LEAST_ROOM_BYTES=1 << 62)  # no disk has as much
+        handles.append(handle)
+        manager.save(30, state(30)).result()
+
+        assert may_commit.is_set()
+        assert jaxckpt.verify(local / "20").ok
+
+
+def test_a_step_that_is_saved_again_is_uploaded_again(tmp_path):
+    """A process that does not delete it in the directory may still remember the first one."""
+
+    def job(processes):
+        with CheckpointManager(tmp_path / "run", local=tmp_path / f"{processes.index}") as manager:
+            for step in (10, 20):
+                manager.save(step, state(step))
+                manager.wait_until_finished()
+            assert manager.all_steps() == [10, 20]
+            manager.delete(20)
+            manager.save(20, state(21))
+            manager.wait_until_finished()
+            return manager.tiers["durable"], manager.problems
+
+    assert simulate(2, job, timeout_s=60) == [([10, 20], [])] * 2
+    assert jaxckpt.restore(tmp_path / "run" / "20")["step"] == 21
+
+
+def test_an_upload_that_is_overtaken_by_a_later_step_goes_on(tmp_path, local, store):
+    """It is of an earlier job, and its first try failed."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        manager.save(10, state(10)).durable()
+        stop_before_upload(manager, 20)
+    store.away, store.only = _AWAY, "/20"
+    with CheckpointManager(run, local=local) as manager:
+        assert manager.restore_or(lambda: state(0))[1] == 20
+        manager.save(30, state(30)).durable()
+        store.away = None
+        manager.wait_until_finished()
+
+        assert (manager.tiers["durable"], manager.problems) == ([10, 20, 30], [])
+
+
+def test_an_older_upload_goes_on_after_a_restore_of_the_best(tmp_path, local, store):
+    """The best is damaged and set aside; a later step is in the directory already."""
+    run, keep = tmp_path / "run", KeepPolicy(best=1, metric="loss", last=5)
+    tier = LocalTier(local, keep=KeepPolicy(last=5))
+    with CheckpointManager(run, keep=keep, local=tier) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step), metrics={"loss": step}).durable()
+        store.away, store.only = _AWAY, "/30"
+        handle = manager.save(30, state(30), metrics={"loss": 30})
+        manager.save(40, state(40), metrics={"loss": 40}).durable()
+        damage(run / "10")
+        damage(local / "10")
+        assert manager.restore(step="best")["step"] == 20
+        store.away = None
+        handle.durable()
+
+        assert manager.tiers["durable"] == [20, 30, 40]

@@ -133,13 +133,6 @@ def test_an_upload_that_stalls_at_any_call_harms_no_copy_that_another_job_made(s
     assert at > 20
 
 
-class StallingElsewhere(Stalling):
-    """Does not stall just before a deletion: RELIABILITY.md has that one."""
-
-    def delete_files(self, files, **options):
-        self._inner.delete_files(files, **options)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A run of a small step on the disk of a job."""
@@ -172,7 +165,7 @@ def test_an_upload_that_stalls_at_any_call_harms_no_step_of_the_next_job(
 
         if tries > 1:
             leave_all_but_the_marker(small, root)
-        storage = StallingElsewhere(MemoryStorage(), -1, take_over, lapses=True)
+        storage = Stalling(MemoryStorage(), -1, take_over, lapses=True)
         owner = Ownership(index := index_of(PathIn(storage, root)), Leases(index))
         owner.open(None, 1)
         storage._count, storage._at = itertools.count(), at
