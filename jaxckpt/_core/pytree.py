@@ -181,7 +181,7 @@ def _is_childless(cls: type) -> bool:
 
 
 @cache
-def _is_device_array(cls: type) -> bool:
+def is_device_array(cls: type) -> bool:
     return issubclass(cls, jax.Array) and not issubclass(cls, Tracer)
 
 
@@ -208,14 +208,14 @@ def _key_name(key: Any) -> str:
 
 def _describe(value: Any, path: Path) -> Mapping[str, Any]:
     """Returns the fields of the leaf, but for its path and key types."""
-    if _is_device_array(type(value)):
+    if is_device_array(type(value)):
         if value.is_deleted():
             raise ValueError("was deleted or donated; save it before the call that donates it")
         if is_key_dtype(value.dtype):
-            impl = str(jax.random.key_impl(value))
+            name, impl = value.dtype.name, str(jax.random.key_impl(value))
             if value.ndim >= MAX_DIMS:  # its words are one more
                 raise TypeError(f"is stored with more than {MAX_DIMS} dimensions, the limit")
-            return _leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
+            return {"kind": "key", "dtype": name, "shape": value.shape, "key_impl": impl}
         return _describe_array("array", value.dtype, value.shape)
     if isinstance(value, Tracer):
         raise TypeError("is traced; call save outside jit, grad and vmap")
@@ -227,33 +227,29 @@ def _describe(value: Any, path: Path) -> Mapping[str, Any]:
         value.encode()  # raises on an unpaired surrogate
         # Orbax finds the text by a JSON pointer, where a bare `~` is an escape.
         if any("~" in name for name in path):
-            return _leaf("str", dtype="uint8", shape=())
-        return _leaf("str", value=str.__str__(value))
+            return {"kind": "str", "dtype": "uint8", "shape": ()}
+        return {"kind": "str", "value": str.__str__(value)}
     if isinstance(value, bytes):
-        return _leaf("bytes", dtype="uint8", shape=())
+        return {"kind": "bytes", "dtype": "uint8", "shape": ()}
     if isinstance(value, np.generic):
-        return _leaf("generic", dtype=_check(np.asarray(value).dtype, ()))
+        return {"kind": "generic", "dtype": _check(np.asarray(value).dtype, ())}
     if isinstance(value, _NUMBERS):
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            return _leaf("int", value=_digits(int(value)))
+            return {"kind": "int", "value": _digits(int(value))}
         kind = next(t for t in _NUMBERS if isinstance(value, t)).__name__
-        return _leaf(kind, dtype=stored_value(kind, value).dtype.name)  # pyright: ignore[reportArgumentType]
+        return {"kind": kind, "dtype": stored_value(kind, value).dtype.name}  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         if isinstance(value, dict):
             container = Node(type="odict") if type(value) is OrderedDict else None
-            return _leaf("empty", dtype="Dict", container=container)
+            return {"kind": "empty", "dtype": "Dict", "container": container}
         word = _EMPTY_WORDS.get(type(value))
         if word is None:
             container = _class_node(type(value), (), _one_level(value))
-            return _leaf("empty", dtype="None", container=container)
-        return _leaf("empty", dtype=word)
+            return {"kind": "empty", "dtype": "None", "container": container}
+        return {"kind": "empty", "dtype": word}
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError("is a jax.ShapeDtypeStruct: it has a shape but no values")
     raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
-
-
-def _leaf(kind: LeafKind, **facts: Any) -> Mapping[str, Any]:
-    return {"kind": kind, **facts}
 
 
 def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""What both ways to commit a checkpoint have in common; see `commit`."""
+"""The base of both ways to commit a checkpoint; see `commit`."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ class MarkerCommit(Attempts):
         What another writer has written since stays, unless it has the name of one of them.
 
         Raises:
-            SaveFailed: another writer may be saving there since, for this one stood still.
+            SaveFailed: another writer may be saving there, since this process stood still.
         """
         self._delete([file for file in files if file not in _OURS])
         self._delete([names.RECORD] if names.RECORD in files else [])

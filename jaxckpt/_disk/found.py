@@ -78,7 +78,7 @@ class Found:
         return str(lineage["token"] if lineage.get("by") == "upload" else self.record.token)
 
     def uploaded(self, record: Record, share: tuple[int, int] | None = None) -> Record:
-        """Returns what the record of an upload, or of a share of one, says."""
+        """Returns the record of an upload, or of a share of it."""
         lineage = {"by": "upload", "path": self.path, "token": self.origin}
         return replace(record, lineage=lineage, phases={}, share=share)
 

@@ -131,7 +131,7 @@ class Transaction:
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
-            about: What the record says beside the files, and whose they are.
+            about: The record, but for its first four fields.
             known: Facts about files already written, by path inside the checkpoint; size at least.
 
         Raises:

@@ -23,8 +23,8 @@ class Comparisons:
     ) -> None:
         self._index, self._processes = index, processes
         self._policy, self._main = policy, main
-        self._unchecked = math.inf  # saves since the last one; infinite: one is due
-        self._differences: list[str] = []  # that the last one found
+        self._unchecked = math.inf  # saves since the last comparison; infinite: it is due
+        self._differences: list[str] = []  # that the last comparison found
         self._was_alike = False  # whether one has found none
 
     def ask(self) -> None:

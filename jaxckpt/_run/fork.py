@@ -61,7 +61,7 @@ def fork(
     if steps := StepIndex(storage, root).steps():
         raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
     problems: list[CorruptCheckpoint] = []
-    for source in steps_to_try(storage, where) or [where]:  # those of a run
+    for source in steps_to_try(storage, where) or [where]:  # the steps of a run
         try:
             found = _find(storage, source)
             path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")

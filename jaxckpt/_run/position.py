@@ -26,7 +26,7 @@ class Position:
     timeout_s: float
     floor: int | None = field(init=False)  # the newest step known to be committed
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
-    is_owned: bool = field(init=False)  # whether no other job runs, or this one has taken over
+    is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.

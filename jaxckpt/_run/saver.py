@@ -254,7 +254,7 @@ class Saver:
             return None
         if is_last := decision.reason == _PREEMPTION:
             self.ledger.note(end=PREEMPTED)
-            self._pace.lift()  # nothing trains beside this save, nor beside the one before
+            self._pace.lift()  # nothing trains beside this save, nor beside the previous save
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
         errors = self._make_room()

@@ -195,7 +195,7 @@ class Sender:
         if owner.token and owner.is_known and not waits:
             return
         newest = newest_saved(target.index)
-        # An older step may also follow a newer one of this job, to which it led.
+        # An older step may also follow a newer step of this job, to which it led.
         is_ours = newest is not None and newest.step in (self.newest, self.newest_direct)
         leads = newest is None or newest.led_to(one := step()) or (is_ours and one.led_to(newest))
         if newest is not None and not leads:

@@ -18,12 +18,11 @@ from typing import Any, Final, Literal
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from jaxckpt._core.cast import is_floating
 from jaxckpt._core.collector import paused
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
-from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
+from jaxckpt._core.pytree import Flat, check_levels, flatten, is_device_array, stored_value
 from jaxckpt._core.transfer import Shard, sources_of
 from jaxckpt._disk.writer import WritePlan, compressed, encode_texts, metadata_files, plan_writes
 from jaxckpt.errors import UnsupportedLeaf
@@ -214,7 +213,7 @@ def _facts(leaf: Any) -> object:
 
 @cache
 def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] | None:
-    if issubclass(cls, jax.Array) and not issubclass(cls, Tracer):
+    if is_device_array(cls):
         return "device"
     if cls is np.ndarray or (issubclass(cls, np.generic) and not issubclass(cls, (str, bytes))):
         return "host"

@@ -78,7 +78,7 @@ class ObjectStorage(WithoutDirectories):
         self._bucket = bucket
         self._store = open_store(scheme, bucket, settings, self.source)
         self.requests = Requests(scheme, bucket, settings, self.source)
-        # The store's time minus that of `steady_s`, once it is known. This machine's time may
+        # The store's time minus `steady_s()`, once it is known. This machine's time may
         # jump, and a live lock would seem old.
         self._clock: float | None = None
         self._clock_lock = threading.Lock()  # guards the probe
@@ -421,7 +421,7 @@ class ObjectStorage(WithoutDirectories):
             self._clock = clock
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
-        """Returns the problem, or "", and the store's time minus that of `steady_s`."""
+        """Returns the problem, or "", and the store's time minus `steady_s()`."""
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0
