@@ -9,10 +9,11 @@ Rules, which are pure:
 
 One directory of steps:
 
-    listing      the root, listed: which entries are steps, and what the others are
+    listing      the root, listed: which entries are steps, how they are named, what is beside
     index        which steps exist, for managers and commands alike
+    facts        what is stored with a step, and with the run
     root         the directory as a manager opens it, and what goes after a commit
-    identity     the id of a run
+    identity     the id of a run, and how it got to its steps
     owner        which job may write
     leftovers    what earlier jobs left unfinished
     opening      which manager of a process may write

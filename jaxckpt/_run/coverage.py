@@ -39,7 +39,8 @@ from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._restore.turn import in_turn
 from jaxckpt._run.copies import Saved, latest
 from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline, read_entry
-from jaxckpt._run.index import StepIndex, newest_saved
+from jaxckpt._run.identity import newest_saved, saved_at
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import Root
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
@@ -164,7 +165,7 @@ class Coverage:
         """Returns how the run got to the newest steps, as far as is readable."""
         lives = []
         with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
-            lives += [self.share.saved(number) for number in self.share.steps()[-1:]]
+            lives += [saved_at(self.share, number) for number in self.share.steps()[-1:]]
         if self.peers and self.processes.index == 0:  # their steps were not compared with these
             with contextlib.suppress(*_FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))

@@ -42,7 +42,8 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import choose_item
 from jaxckpt._disk.removal import nested, remove_item
-from jaxckpt._run.index import StepIndex, is_ours
+from jaxckpt._run.facts import is_ours
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, SaveFailed, is_full
 from jaxckpt.format import names, run

@@ -5,11 +5,14 @@ The record of each step has the id too, so that the file can be made again from 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping
 
-from jaxckpt._run.index import StepIndex, newest_saved
-from jaxckpt.errors import SaveFailed, is_full
+from jaxckpt._disk.found import record_at
+from jaxckpt._run.copies import Saved, astray
+from jaxckpt._run.index import StepIndex
+from jaxckpt.errors import CheckpointError, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity, is_like_step
 from jaxckpt.storage import Entry
@@ -84,3 +87,28 @@ def check_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str)
             "not be reached when this job began. Nothing was changed there; stop this job."
         )
     return found
+
+
+def saved_at(index: StepIndex, number: int) -> Saved:
+    """Reads how the run got to a step, from its record if it has one."""
+    try:
+        return Saved.of(number, record_at(index.storage, index.path(number)).life)
+    except FileNotFoundError:
+        return Saved(number)
+
+
+def earlier_lives(index: StepIndex, newest: Saved | None) -> list[int]:
+    """Returns the steps from which the run did not go on; see `astray`."""
+    found = []
+    for number in index.steps():
+        with contextlib.suppress(CheckpointError, OSError):  # a restore shows what is wrong
+            found.append(saved_at(index, number))
+    return astray(found, newest)
+
+
+def newest_saved(index: StepIndex) -> Saved | None:
+    """Returns the newest step whose record can be read."""
+    for number in index.newest_first():
+        with contextlib.suppress(CheckpointError):
+            return saved_at(index, number)
+    return None

@@ -6,26 +6,23 @@ only directories and small files, never arrays, and does not import jax.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import posixpath
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import looks_committed, lost_record, read_facts, read_record
-from jaxckpt._disk.found import Found, check_sizes, record_at
-from jaxckpt._run.copies import Saved, astray
-from jaxckpt._run.listing import Listing, shown, whole
+from jaxckpt._disk.find import looks_committed, read_facts, read_record
+from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
+from jaxckpt._run.listing import ListedRoot, Listing, guess_naming, shown
 from jaxckpt._save.job import is_under_way
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
-from jaxckpt.format import jsontext, names, run
-from jaxckpt.format.run import Owner, RootFile, StepNames, guess_names
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import names, run
+from jaxckpt.format.run import StepNames
 from jaxckpt.storage import Entry, Storage, listed, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
@@ -44,17 +41,11 @@ State = Literal["committed", "torn", "unreadable"]
 
 
 @dataclass(slots=True)
-class StepIndex:
+class StepIndex(ListedRoot):
     """The steps of a run, as this process knows them."""
 
-    storage: Storage
-    root: str
-    naming: StepNames | None = None  # if None, like the steps in the root
     # Only the owner caches facts about steps, since nobody else can replace one meanwhile.
     owned: bool = False
-    quiet: bool = False  # records problems without logging them
-    is_large: bool = False  # whether a store needs several requests to list it
-    problems: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
     astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
     sent: set[int] = field(default_factory=set)  # steps that this job uploads here, or has uploaded
@@ -65,48 +56,8 @@ class StepIndex:
     _saved: set[int] = field(default_factory=set)  # by this process
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
-    _views: dict[str, Storage] = field(default_factory=dict)
-    _all: Storage | None = None  # a view of it, instead of views of steps
-    _order: Iterator[int] = field(default_factory=count)  # in which views of it are asked for
-    _latest: int = -1  # in this order, the view that there is
-
-    # --- problems ----------------------------------------------------------------------------
-
-    def report(self, problem: str) -> None:
-        """Records a problem and logs it the first time."""
-        if problem not in self.problems:
-            self.problems.append(problem)
-            self.warn(problem)
-
-    def warn(self, text: str) -> None:
-        """Logs a warning; all warnings about a run come from here."""
-        if not self.quiet:
-            _logger.warning("%s", text)
-
-    def note_strays(self, listing: Listing, *, besides: Collection[str | None] = ()) -> None:
-        """Records the entries of the root that do not belong to the run."""
-        for name, text in listing.strays(besides=besides).items():
-            if f"{self.root}/{name}: {text}" not in self.problems:
-                self.problems.append(f"{self.root}/{name}: {text}")
 
     # --- the steps of a run -----------------------------------------------------------------
-
-    def entries(self) -> dict[str, Entry]:
-        """Lists the root; empty if it does not exist. In a store, a small run is listed whole."""
-        asked = next(self._order)
-        view = None if self.is_large else whole(self.storage, self.root)
-        if asked > self._latest:  # else another thread asked later, and has its answer
-            self._all, self._latest = view, asked
-        try:
-            return (view or self.storage).entries(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-
-    @property
-    def seen(self) -> Collection[str]:
-        """Returns the entries of the root when a small run in a store was last listed, or none."""
-        view = self._all  # another thread may list the root again
-        return () if view is None else view.entries(self.root)
 
     def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
         """Lists the root and finds its steps by their names.
@@ -136,37 +87,11 @@ class StepIndex:
             self._guess(entries, is_writer=True)
 
     def _guess(self, entries: Mapping[str, Entry], *, is_writer: bool = False) -> StepNames:
-        directories = [name for name, entry in entries.items() if entry.kind == "dir"]
-        guesses = guess_names(
-            directories,
-            lambda name: self.state_of(name, entries[name]) in ("committed", "unreadable"),
-            self._is_copy,
-        )
-        if len(guesses) > 1:
-            alike = shown([naming.of(7) for naming in guesses])
-            # In plain names, a run without any would look new.
-            guesses = [n for n in guesses if n == StepNames()] or guesses[:1]
-            problem = (
-                f"{self.root} has steps of several naming schemes; step 7 would be {alike}. Choose "
-                "one with step_prefix and step_digits of CheckpointManager, or move the steps of "
-                "the others elsewhere."
-            )
-            if is_writer and guesses != [StepNames()]:
-                raise ValueError(problem)
-            self.report(f"{problem} Until then, it is {guesses[0].of(7)}.")
-        self.naming = guesses[0] if guesses else None
-        return self.naming or StepNames()
+        def counts(name: str) -> bool:
+            return self.state_of(name, entries[name]) in ("committed", "unreadable")
 
-    def _is_copy(self, name: str) -> bool:
-        """Returns whether a step was saved under another name; then its name shows no scheme."""
-        path, view = f"{self.root}/{name}", self.view(name)
-        try:
-            record = read_record(view, path, view.entries(path)).record
-        except (CheckpointError, OSError) as error:
-            if is_io_failure(error) and not isinstance(error, PermissionError):
-                raise
-            return False
-        return record is not None and record.name not in ("", name)
+        self.naming = guess_naming(self, entries, counts, is_writer=is_writer)
+        return self.naming or StepNames()
 
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it."""
@@ -210,13 +135,6 @@ class StepIndex:
         unknown = {*listing.steps.values()} - self._committed
         if len(unknown) > _AT_ONCE and self.storage.parallel_writes and self._all is None:
             self._all = listed(self.storage, self.root)
-
-    def view(self, name: str) -> Storage:
-        """Returns a view of a step, which lists it once until the root is listed again."""
-        found = self._all or self._views.get(name)
-        if found is None:
-            found = self._views[name] = whole(self.storage, f"{self.root}/{name}") or self.storage
-        return found
 
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
@@ -331,10 +249,6 @@ class StepIndex:
             return True
         return self.state(self.listing(), number) == "committed"
 
-    def files(self, name: str) -> Collection[str]:
-        """Returns the files of a directory here, in a store by the latest list of a small run."""
-        return (self._all or self.storage).files(f"{self.root}/{name}")
-
     def has(self, number: int, file: str) -> bool:
         """Returns whether a file is in a step, in a store by its latest listing."""
         path = self.path(number)
@@ -365,10 +279,6 @@ class StepIndex:
             )
         return path
 
-    def emptiness(self) -> str:
-        """Describes a root without steps, as the end of a sentence about it."""
-        return "does not exist" if self.storage.kind(self.root) is None else "has no committed step"
-
     def missing_file(self, number: int) -> str | None:
         """Returns the file that a torn step lacks, or None if the step is not torn."""
         if self.state(self.listing(), number) != "torn":
@@ -393,21 +303,6 @@ class StepIndex:
             )
         self.check_step(number)
 
-    def check_found(self, number: int, found: Found) -> None:
-        """Checks that all files of a step are present in their recorded sizes; reads no data.
-
-        Reports items that another program removed; the step is whole without them.
-
-        Raises:
-            CorruptCheckpoint: a file is missing or has a different size.
-        """
-        saved_as = found.record.name if found.record is not None else ""
-        if saved_as and (self.naming or StepNames()).step(saved_as) not in (None, number):
-            self.report(f"{found.path} was saved as {saved_as}, then renamed or copied")
-        for item in found.removed:
-            self.report(found.was_removed(item))
-        check_sizes(found)
-
     def is_whole(self, number: int) -> bool:
         """Returns whether a step is complete; reports a damaged step once."""
         name = posixpath.basename(self.path(number))
@@ -416,7 +311,7 @@ class StepIndex:
         path = f"{self.root}/{name}"
         try:
             view = self.view(name)
-            self.check_found(number, read_record(view, path, view.entries(path)))
+            check_found(self, number, read_record(view, path, view.entries(path)))
         except (CheckpointNotFound, FileNotFoundError):
             return False
         except CorruptCheckpoint as error:
@@ -454,39 +349,6 @@ class StepIndex:
             return [self._infos[number] for number in numbers]
         return at_once(self.info, numbers, self.storage)
 
-    def small(self, kind: type[RootFile], name: str) -> RootFile | None:
-        """Reads a small file of the root; None if it is missing, or damaged, which is reported."""
-        file = f"{self.root}/{name}"
-        for is_last in (False, True):  # it may be overwritten at this moment
-            try:
-                data = self.storage.read(file, max_bytes=run.MAX_BYTES)
-                return run.decode(kind, data, file=file)
-            except (FileNotFoundError, NotADirectoryError):
-                break
-            except CorruptCheckpoint as error:
-                if is_last:
-                    self.report(f"{error}; the file is treated as missing")
-        return None
-
-    def owner(self) -> Owner | None:
-        """Reads which job may commit; None if the owner's file is missing or damaged."""
-        return self.small(Owner, names.OWNER)
-
-    def saved(self, number: int) -> Saved:
-        """Reads how the run got to a step, from its record if it has one."""
-        try:
-            return Saved.of(number, record_at(self.storage, self.path(number)).life)
-        except FileNotFoundError:
-            return Saved(number)
-
-    def earlier_lives(self, newest: Saved | None) -> list[int]:
-        """Returns the steps from which the run did not go on; see `astray`."""
-        found = []
-        for number in self.steps():
-            with contextlib.suppress(CheckpointError, OSError):  # a restore shows what is wrong
-                found.append(self.saved(number))
-        return astray(found, newest)
-
     def remember(self, info: StepInfo) -> None:
         """Records a step that this process has committed."""
         self._infos[info.step] = info
@@ -517,60 +379,3 @@ def at_once(call: Callable[[T], U], values: Iterable[T], storage: Storage | None
             found.append(call(value))
     with Pool(_AT_ONCE, thread_name_prefix="jaxckpt-look") as pool:
         return [*found, *pool.map(call, values[len(found) :])]
-
-
-def saved_s(found: Found) -> float | None:
-    """Returns when a checkpoint was saved, in seconds since 1970; None if not recorded."""
-    saved_ns = found.metadata.commit_ns or found.metadata.init_ns
-    return None if saved_ns is None else saved_ns / 1e9
-
-
-def metrics_of(found: Found) -> dict[str, Any]:
-    """Reads the metrics of a step; empty if it has none."""
-    item = f"{found.path}/{names.METRICS_ITEM}"
-    file = f"{item}/{names.METRICS_FILE}"
-    if found.contents(item).get(names.METRICS_FILE) != "file":
-        return {}
-    metrics = jsontext.loads(found.read(item, names.METRICS_FILE), file=file)
-    return metrics if isinstance(metrics, dict) else {}
-
-
-def is_ours(storage: Storage, path: str) -> bool:
-    """Returns whether jaxckpt wrote a directory, at least in part."""
-    try:
-        inside = storage.entries(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    files = (inside.get(name) for name in (names.RECORD, names.WRITER))
-    return any(file is not None and file.kind == "file" for file in files) or lost_record(
-        Found(storage=storage, path=path, listings={path: inside})
-    )
-
-
-def run_metadata(index: StepIndex) -> dict[str, Any]:
-    """Reads the metadata of a run; empty if it has none."""
-    for name in (names.ROOT_METADATA_FILE, names.OLD_ROOT_METADATA_FILE):
-        file = f"{index.root}/{names.ROOT_METADATA}/{name}"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            data = index.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            return run.decode_metadata(data, file=file)
-    return {}
-
-
-def write_run_metadata(index: StepIndex, metadata: Mapping[str, Any]) -> None:
-    """Writes the metadata of a run that has none; other metadata stays and is reported."""
-    folder = f"{index.root}/{names.ROOT_METADATA}"
-    if not run_metadata(index):
-        index.storage.make_dir(folder)
-        data = jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
-        index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
-    if run_metadata(index) != metadata:
-        index.report(f"{folder} has other run_metadata than this job, and stays as it is")
-
-
-def newest_saved(index: StepIndex) -> Saved | None:
-    """Returns the newest step whose record can be read."""
-    for number in index.newest_first():
-        with contextlib.suppress(CheckpointError):
-            return index.saved(number)
-    return None

@@ -12,17 +12,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
-from jaxckpt._disk.find import neighbours
-from jaxckpt.errors import CheckpointNotFound
-from jaxckpt.format import names
-from jaxckpt.format.run import StepNames
+from jaxckpt._disk.find import neighbours, read_record
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
+from jaxckpt.format import names, run
+from jaxckpt.format.run import Owner, RootFile, StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, locate
+
+_logger = logging.getLogger("jaxckpt")
 
 STRAY: Final = "not part of the run; left alone"
 _RUN_IS: Final = "A run is the directory that contains the steps."
@@ -88,6 +92,134 @@ def _describe(name: str, listing: Listing) -> str | None:
     if listing.entries[name].kind != "dir":
         return "named like a step, but not a directory"
     return None
+
+
+@dataclass(slots=True)
+class ListedRoot:
+    """The root of a run as this process has seen it, and the problems that it found there."""
+
+    storage: Storage
+    root: str
+    naming: StepNames | None = None  # of the steps; if None, like those in the root
+    quiet: bool = False  # records problems without logging them
+    is_large: bool = False  # whether a store needs several requests to list it
+    problems: list[str] = field(default_factory=list)
+    _views: dict[str, Storage] = field(default_factory=dict)
+    _all: Storage | None = None  # a view of it, instead of views of steps
+    _order: Iterator[int] = field(default_factory=count)  # in which views of it are asked for
+    _latest: int = -1  # in this order, the view that there is
+
+    def report(self, problem: str) -> None:
+        """Records a problem and logs it the first time."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+            self.warn(problem)
+
+    def warn(self, text: str) -> None:
+        """Logs a warning; all warnings about a run come from here."""
+        if not self.quiet:
+            _logger.warning("%s", text)
+
+    def note_strays(self, listing: Listing, *, besides: Collection[str | None] = ()) -> None:
+        """Records the entries of the root that do not belong to the run."""
+        for name, text in listing.strays(besides=besides).items():
+            if f"{self.root}/{name}: {text}" not in self.problems:
+                self.problems.append(f"{self.root}/{name}: {text}")
+
+    def entries(self) -> dict[str, Entry]:
+        """Lists the root; empty if it does not exist. In a store, a small run is listed whole."""
+        asked = next(self._order)
+        view = None if self.is_large else whole(self.storage, self.root)
+        if asked > self._latest:  # else another thread asked later, and has its answer
+            self._all, self._latest = view, asked
+        try:
+            return (view or self.storage).entries(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    @property
+    def seen(self) -> Collection[str]:
+        """Returns the entries of the root when a small run in a store was last listed, or none."""
+        view = self._all  # another thread may list the root again
+        return () if view is None else view.entries(self.root)
+
+    def view(self, name: str) -> Storage:
+        """Returns a view of a step, which lists it once until the root is listed again."""
+        found = self._all or self._views.get(name)
+        if found is None:
+            found = self._views[name] = whole(self.storage, f"{self.root}/{name}") or self.storage
+        return found
+
+    def files(self, name: str) -> Collection[str]:
+        """Returns the files of a directory here, in a store by the latest list of a small run."""
+        return (self._all or self.storage).files(f"{self.root}/{name}")
+
+    def small(self, kind: type[RootFile], name: str) -> RootFile | None:
+        """Reads a small file of the root; None if it is missing, or damaged, which is reported."""
+        file = f"{self.root}/{name}"
+        for is_last in (False, True):  # it may be overwritten at this moment
+            try:
+                data = self.storage.read(file, max_bytes=run.MAX_BYTES)
+                return run.decode(kind, data, file=file)
+            except (FileNotFoundError, NotADirectoryError):
+                break
+            except CorruptCheckpoint as error:
+                if is_last:
+                    self.report(f"{error}; the file is treated as missing")
+        return None
+
+    def owner(self) -> Owner | None:
+        """Reads which job may commit; None if the owner's file is missing or damaged."""
+        return self.small(Owner, names.OWNER)
+
+    def emptiness(self) -> str:
+        """Describes a root without steps, as the end of a sentence about it."""
+        return "does not exist" if self.storage.kind(self.root) is None else "has no committed step"
+
+
+def guess_naming(
+    root: ListedRoot,
+    entries: Mapping[str, Entry],
+    counts: Callable[[str], bool],
+    *,
+    is_writer: bool,
+) -> StepNames | None:
+    """Returns the naming of the steps in a root; None if it has none.
+
+    Args:
+        counts: Whether an entry is a step.
+        is_writer: Whether a step will be saved there.
+
+    Raises:
+        ValueError: a writer would have to choose, and none of several namings is plain.
+    """
+    directories = [name for name, entry in entries.items() if entry.kind == "dir"]
+    guesses = guess_names(directories, counts, lambda name: _is_copy(root, name))
+    if len(guesses) > 1:
+        alike = shown([naming.of(7) for naming in guesses])
+        # In plain names, a run without any would look new.
+        guesses = [n for n in guesses if n == StepNames()] or guesses[:1]
+        problem = (
+            f"{root.root} has steps of several naming schemes; step 7 would be {alike}. Choose "
+            "one with step_prefix and step_digits of CheckpointManager, or move the steps of the "
+            "others elsewhere."
+        )
+        if is_writer and guesses != [StepNames()]:
+            raise ValueError(problem)
+        root.report(f"{problem} Until then, it is {guesses[0].of(7)}.")
+    return guesses[0] if guesses else None
+
+
+def _is_copy(root: ListedRoot, name: str) -> bool:
+    """Returns whether a step was saved under another name; then its name shows no scheme."""
+    path, view = f"{root.root}/{name}", root.view(name)
+    try:
+        record = read_record(view, path, view.entries(path)).record
+    except (CheckpointError, OSError) as error:
+        if is_io_failure(error) and not isinstance(error, PermissionError):
+            raise
+        return False
+    return record is not None and record.name not in ("", name)
 
 
 def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:

@@ -25,14 +25,16 @@ from typing import Any, Final
 
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import (
+    earlier_lives,
     ensure_id,
     identities_in,
     is_new,
+    newest_saved,
     put_identity,
     read_identity,
     with_id,
 )
-from jaxckpt._run.index import StepIndex, newest_saved
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.reach import Reach
 from jaxckpt._run.shares import machine, origin_in, share_on_disk
@@ -200,7 +202,7 @@ def _home(
     if home != local.root and (text := _about_others(local, identity, home)):
         problems.append(text)
     index = StepIndex(local.storage, f"{home}/{share}".rstrip("/"), local.naming, quiet=True)
-    if gone := index.earlier_lives(durable):
+    if gone := earlier_lives(index, durable):
         since = f", which has step {durable.step} in {directory.root}" if durable else ""
         problems.append(
             f"{index.root}: steps {gone} are of an earlier life of this run{since}: it went on "

@@ -34,7 +34,8 @@ from jaxckpt._run.config import (
     manager_arguments,
     suggest,
 )
-from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._run.facts import run_metadata
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
 from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt._run.deletion import Deletion, check_folder
-from jaxckpt._run.index import StepIndex, write_run_metadata
+from jaxckpt._run.facts import write_run_metadata
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.worker import SaveQueue

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from jaxckpt._disk.find import find, read_found
 from jaxckpt._disk.found import Found
+from jaxckpt._run.facts import check_found, metrics_of, saved_s
 from jaxckpt._run.identity import identities_in, read_identity, with_id
-from jaxckpt._run.index import LISTINGS, StepIndex, at_once, metrics_of, saved_s
+from jaxckpt._run.index import LISTINGS, StepIndex, at_once
 from jaxckpt._run.ledger import read_ledger
 from jaxckpt._run.listing import Listing, existing_root, shown
 from jaxckpt._run.retention import KeepPolicy
@@ -231,7 +232,7 @@ def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
     if state != "committed":
         index.check_there(number)
     found = find(index.view(name), path)
-    index.check_found(number, found)
+    check_found(index, number, found)
     return found
 
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any, final
 
 from jaxckpt._run.copies import Saved
+from jaxckpt._run.identity import saved_at
 from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
@@ -140,7 +141,7 @@ class Position:
         problem = None
         for index in [root.index for root in self.roots if step not in root.index.astray]:
             try:
-                if (saved := index.saved(step)).run == self.opened.run:
+                if (saved := saved_at(index, step)).run == self.opened.run:
                     return saved
             except (CheckpointError, OSError) as error:
                 problem = error if is_io_failure(error) else problem

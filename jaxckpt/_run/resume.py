@@ -24,6 +24,7 @@ from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
 from jaxckpt._run.copies import Copy, Disks, Saved, newest_first, over_disks
 from jaxckpt._run.coverage import Coverage
+from jaxckpt._run.facts import check_found
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
@@ -438,7 +439,7 @@ class StateReading:
         return restore_from(source, [self.like], self.request, meter=self.meter)
 
     def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
-        index.check_found(step, found)
+        check_found(index, step, found)
         for name, value in self.objects.items():
             self._states[name] = _items.state_for(found, name, value, self.processes)
         return open_item(found, self.item if self.item in found.items else None)
@@ -470,7 +471,7 @@ class ItemsReading:
             targets = dict.fromkeys(read(lambda found: [*found.items]))
         return {
             name: read(
-                partial(self._item, partial(index.check_found, step), name, like),
+                partial(self._item, partial(check_found, index, step), name, like),
                 None if _items.is_stateful(like) else like,
             )
             for name, like in targets.items()

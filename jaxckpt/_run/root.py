@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.identity import earlier_lives
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
@@ -123,7 +124,7 @@ class Root:
     def _leave_behind(self, newest: Saved) -> None:
         """Deletes the steps of earlier lives, which the run can no longer need."""
         index = self.index
-        index.astray.update(index.earlier_lives(newest))
+        index.astray.update(earlier_lives(index, newest))
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
     def tidy(self, stay: Stay = tuple) -> None:

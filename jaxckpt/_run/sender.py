@@ -19,7 +19,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.transaction import has_begun
 from jaxckpt._run.copies import Saved
-from jaxckpt._run.index import newest_saved
+from jaxckpt._run.identity import newest_saved, saved_at
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import refuse
 from jaxckpt._run.upload import Uploaded, upload, upload_token
@@ -145,7 +145,7 @@ class Sender:
                     "upload it, on each host, last where process 0 was then: jaxckpt upload "
                     f"{source.root} {self.target.index.root} --step {step}"
                 )
-            self.open_target(lambda: source.saved(step), waits=not one.is_ours)
+            self.open_target(lambda: saved_at(source, step), waits=not one.is_ours)
         start_s = time.monotonic()
         with self.source.leases.protect(step):
             done = self._upload(one)

@@ -34,7 +34,9 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
-from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
+from jaxckpt._run.facts import run_metadata, write_run_metadata
+from jaxckpt._run.identity import earlier_lives, newest_saved
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
 from jaxckpt.errors import (
     CheckpointError,
@@ -65,7 +67,7 @@ def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
 
     Leaves out steps of an earlier life, since the run went on without them.
     """
-    besides = {*target.steps(), *source.earlier_lives(newest_saved(target))}
+    besides = {*target.steps(), *earlier_lives(source, newest_saved(target))}
     steps = (step for step in source.newest_first() if step not in besides)
     return [step for step in steps if source.is_whole(step)]
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from jaxckpt import StepExists
-from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._run.facts import run_metadata
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.orbax import _handling, args, checkpointers, handlers, metadata, options, policies

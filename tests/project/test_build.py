@@ -23,6 +23,7 @@ BELOW_DROP_IN = {
     "jaxckpt._disk.commit",
     "jaxckpt._disk.removal",
     "jaxckpt._inspect.open",
+    "jaxckpt._run.facts",
     "jaxckpt._run.index",
     "jaxckpt._run.items",
     "jaxckpt._run.manager",

@@ -11,7 +11,7 @@ from etils import epath
 
 from jaxckpt import SaveFailed
 from jaxckpt import save_async as start_checkpoint
-from jaxckpt._run.index import run_metadata
+from jaxckpt._run.facts import run_metadata
 from jaxckpt._run.manager import saver_of
 from jaxckpt.orbax import policies
 from jaxckpt.orbax._handling import on_commit
