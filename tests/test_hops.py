@@ -138,11 +138,11 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1718, 11, 20),
     "manager open + save": (3950, 16, 41),
-    "open + save, local": (6408, 18, 130),
-    "restore(path, like)": (2266, 14, 8),
-    "manager.restore(like)": (2766, 18, 10),
+    "open + save, local": (6395, 18, 130),
+    "restore(path, like)": (2258, 14, 8),
+    "manager.restore(like)": (2745, 18, 10),
     "open": (595, 10, 5),
-    "verify": (1855, 15, 16),
+    "verify": (1866, 15, 16),
 }
 
 
@@ -181,14 +181,14 @@ FOLDERS = {
     ".": (832, 441),
     "_convert": (1054, 696),
     "_core": (2631, 1662),
-    "_disk": (5043, 3528),
+    "_disk": (5069, 3554),
     "_inspect": (1165, 789),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
     "_run": (9985, 6942),
     "_save": (2316, 1607),
     "cli": (4573, 3288),
-    "format": (3315, 2183),
+    "format": (3318, 2186),
     "integrations": (457, 248),
     "multihost": (995, 638),
     "orbax": (6121, 3731),

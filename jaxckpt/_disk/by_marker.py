@@ -380,5 +380,7 @@ def remove_writer(storage: Storage, path: str) -> None:
     # now must find this word: it would take back a commit that others have seen.
     with contextlib.suppress(io.UnsupportedOperation):
         if (hold := storage.hold(file, _COMMITTED.encode())) is not None:
-            storage.delete_files([file])
-            hold.release()
+            try:
+                storage.delete_files([file])
+            finally:
+                hold.release()

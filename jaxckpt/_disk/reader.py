@@ -14,7 +14,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-from jaxckpt._core.plan import count_chunks, plan_chunks
+from jaxckpt._core.plan import plan_chunks
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import DECODED, Buffers, Chunks, Failed, Landed, LeafRead, Values
@@ -196,7 +196,7 @@ def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     plain = [read for read in reads if read.beside < DECODED]
     if not plain:
         return None
-    wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in plain)
+    wanted = sum(1 + read.layout.chunks for read in plain)
     most, keys = int(wanted / _WORTH_LOOKING), _keys(plain)
     return find_values(item.found.storage, item.path, max_keys=most, wanted=keys)
 

@@ -339,6 +339,7 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 # The CRC-32C of bytes or a contiguous array; a second argument is the checksum of the data before.
 # It lets other threads run meanwhile, which google-crc32c does not, and is twice as fast.
 checksum: Final[Callable[..., int]] = crc32c
+CRC_WITH_ITSELF: Final = 0x48674BC7  # the checksum of any data with its checksum behind it
 
 
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:

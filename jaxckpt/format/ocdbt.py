@@ -470,6 +470,8 @@ class _Fields:
         ends = np.where(stored, 0, sizes).cumsum()
         inline = self.text(int(ends[-1]) if count else 0)
         starts = np.where(stored, starts, ends - sizes)
+        if not apart and len(rows) == count:
+            return [inline[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
         table = np.stack([stored, numbers, starts, sizes], axis=1)[np.array(rows, np.int64)]
         return [
             Place(files[int(number)], start, size) if is_apart else inline[start : start + size]
