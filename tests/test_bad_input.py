@@ -34,7 +34,7 @@ from jaxckpt.errors import (
     TreeMismatch,
     UnsupportedFormat,
 )
-from jaxckpt.format import names, safetensors, step, tree
+from jaxckpt.format import names, ocdbt, safetensors, step, tree
 
 LAWS = settings(
     deadline=None,
@@ -776,6 +776,25 @@ def test_a_shape_that_the_data_cannot_have_is_refused_before_allocation(damaged,
         assert peak < 64 << 20
 
 
+@pytest.mark.parametrize("chunk", [[9, 8], [2**40, 2**40]], ids=str)
+def test_chunks_larger_than_their_array_are_damage(tmp_path, chunk):
+    """So that a run falls back to the step before."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for number in (1, 2):
+            manager.save(number, {"a": np.full((8, 8), number, np.float32)})
+    file = tmp_path / "2" / "state" / names.TREE_METADATA
+    value = json.loads(file.read_text())
+    [entry] = value["tree_metadata"].values()
+    entry["value_metadata"]["jaxckpt"] |= {"chunk": chunk, "inner": [1, 1]}
+    file.write_text(json.dumps(value))
+    (file.parent / names.CHUNK_SUMS).write_bytes(bytes(4 * 64))  # one for each inner chunk
+    rewrite_record(tmp_path / "2")
+
+    with pytest.raises(CorruptCheckpoint, match="larger than the array"):
+        jaxckpt.restore(tmp_path / "2")
+    assert jaxckpt.restore(tmp_path)["a"][0, 0] == 1
+
+
 # --- what Orbax wrote, and lies --------------------------------------------------------------
 
 
@@ -856,6 +875,85 @@ def test_a_link_above_a_plain_array_is_refused(tmp_path):
     got = attempt(path, jaxckpt.restore)
 
     assert isinstance(got, CorruptCheckpoint)
+
+
+@pytest.mark.parametrize("key", [[], [""]], ids=["no keys", "an empty key"])
+@pytest.mark.parametrize("name", ["0", "0/0"])
+def test_links_below_an_array_without_a_name_are_refused(tmp_path, key, name):
+    """Its chunks lie in directories beside the tree itself."""
+    path = plain_arrays(tmp_path / "x")
+    header = json.loads((path / "a" / ".zarray").read_text())
+    header |= {"shape": [1, 4], "chunks": [1, 4], "dimension_separator": "/"}
+    (path / ".zarray").write_text(json.dumps(header))
+    (path / "0").mkdir()
+    (path / "a" / "0").rename(path / "0" / "0")
+    for folder in ("a", "b.c", "d"):
+        shutil.rmtree(path / folder)
+    entry = {
+        "key_metadata": [{"key": one, "key_type": 2} for one in key],
+        "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+    }
+    (path / "_METADATA").write_text(
+        json.dumps({"tree_metadata": {str(tuple(key)): entry}, "use_zarr3": False})
+    )
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CorruptCheckpoint, match="is a link"):
+        jaxckpt.restore(path)
+
+
+def database(path, file):
+    """The plain arrays in a database, where all of their chunks are at the start of one file."""
+    values = {}
+    for header in plain_arrays(path).glob("*/.zarray"):
+        values[f"{header.parent.name}/.zarray"] = header.read_bytes()
+        values[f"{header.parent.name}/0"] = ocdbt.Place(file, 0, 16)
+        shutil.rmtree(header.parent)
+    nodes, manifest = ocdbt.encode_database(values, f"d/{1:032x}")
+    (path / file).parent.mkdir(parents=True)
+    (path / "d").mkdir(exist_ok=True)
+    (path / "d" / f"{1:032x}").write_bytes(nodes)
+    (path / names.OCDBT_MANIFEST).write_bytes(manifest)
+    tree = json.loads((path / "_METADATA").read_text()) | {"use_ocdbt": True}
+    (path / "_METADATA").write_text(json.dumps(tree))
+    return path
+
+
+@pytest.mark.parametrize("file", ["x/l", "d/x/l", "array_metadatas/l"])
+def test_a_database_of_other_files_is_read(tmp_path, file):
+    """The control of the test below."""
+    path = database(tmp_path / "x", file)
+    (path / file).write_bytes(np.arange(4, dtype=np.float32).tobytes())
+
+    got = jaxckpt.restore(path)
+
+    assert np.array_equal(got["a"], np.arange(4, dtype=np.float32))
+
+
+@pytest.mark.parametrize("file", ["x/l", "d/x/l", "array_metadatas/l"])
+def test_links_in_any_directory_of_a_database_are_refused(tmp_path, file):
+    """TensorStore would follow them."""
+    path = database(tmp_path / "x", file)
+    (tmp_path / "elsewhere").write_bytes(bytes(16))
+    (path / file).symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CorruptCheckpoint, match="is a link or a special file"):
+        jaxckpt.restore(path)
+
+
+@pytest.mark.parametrize("file", ["x/l", "d/x/l", "array_metadatas/l"])
+def test_a_fifo_in_any_directory_of_a_database_is_refused(tmp_path, file):
+    """TensorStore would wait for it; here it need not, so that the test ends."""
+    path = database(tmp_path / "x", file)
+    os.mkfifo(path / file)
+    writer = os.open(path / file, os.O_RDWR)
+
+    try:
+        with pytest.raises(CorruptCheckpoint, match="is a link or a special file"):
+            jaxckpt.restore(path)
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.parametrize(

@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1718, 11, 20),
-    "manager open + save": (3950, 16, 41),
-    "open + save, local": (6395, 18, 130),
-    "restore(path, like)": (2258, 14, 8),
-    "manager.restore(like)": (2745, 18, 10),
-    "open": (595, 10, 5),
-    "verify": (1866, 15, 16),
+    "save again": (1734, 11, 20),
+    "manager open + save": (3976, 16, 41),
+    "open + save, local": (6430, 18, 130),
+    "restore(path, like)": (2278, 14, 8),
+    "manager.restore(like)": (2746, 18, 10),
+    "open": (608, 10, 5),
+    "verify": (1894, 15, 16),
 }
 
 
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (832, 441),
     "_convert": (1054, 696),
-    "_core": (2631, 1662),
-    "_disk": (5069, 3554),
+    "_core": (2661, 1679),
+    "_disk": (5090, 3570),
     "_inspect": (1165, 789),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
-    "_run": (9985, 6942),
-    "_save": (2316, 1607),
+    "_run": (9554, 6642),
+    "_save": (2325, 1613),
     "cli": (4573, 3288),
-    "format": (3318, 2186),
-    "integrations": (457, 248),
+    "format": (3331, 2198),
+    "integrations": (459, 250),
     "multihost": (995, 638),
-    "orbax": (6121, 3731),
-    "pages": (2022, 1450),
-    "storage": (4064, 2731),
+    "orbax": (6152, 3758),
+    "pages": (2471, 1764),
+    "storage": (4109, 2765),
     "testing": (1060, 703),
 }
 

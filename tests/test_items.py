@@ -168,7 +168,11 @@ def test_damage_in_a_flat_checkpoint_is_named(tmp_path, tree):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".a", "a/b", "metrics", "_METADATA", "d", names.RECORD, "x" * 129, 7]
+    "name",
+    [
+        *("", ".a", "a/b", "metrics", "_METADATA", "d", names.RECORD, names.DELETION_RECORD, 7),
+        *("x" * 241, "é" * 128, "\ud800"),
+    ],
 )
 def test_a_name_that_would_be_mistaken_is_refused(tmp_path, name):
     """By a save and by a manager; nothing is written."""

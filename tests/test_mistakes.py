@@ -115,7 +115,19 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "a text of seconds of a store": (
         lambda s: UNKNOWN.StoreSettings(timeout_s="30"),
-        ("timeout_s must be a positive number, got '30'",),
+        ("timeout_s must be between 0 and 1e+09, got '30'",),
+    ),
+    "no limit of time of a store": (
+        lambda s: UNKNOWN.StoreSettings(timeout_s=float("inf")),
+        ("timeout_s must be between 0 and 1e+09, got inf",),
+    ),
+    "too many seconds of a store": (
+        lambda s: UNKNOWN.StoreSettings(stall_s=1e300),
+        ("stall_s must be between 0 and 1e+09, got 1e+300",),
+    ),
+    "half a try of a store": (
+        lambda s: UNKNOWN.StoreSettings(tries=2.5),
+        ("tries must be an int, got 2.5",),
     ),
     "saved twice": (lambda s: SAVE("one", s), ("one already exists", "overwrite")),
     "arguments swapped": (lambda s: SAVE(s, "x"), ("save: path must be", "save(path, tree)", "{")),

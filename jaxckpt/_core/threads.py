@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -25,6 +26,35 @@ class Pool(ThreadPoolExecutor):
             done: Future[Any] = Future()
             done.set_result(fn(*args, **kwargs))
             return done
+
+
+@final
+class Latch:
+    """Waits until something has happened.
+
+    If a signal interrupts `Event.wait`, it may leave the lock of the event taken, so that the next
+    call hangs for ever.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._unset = threading.Lock()  # taken until then
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """Ends all waits."""
+        if not self.is_set:
+            self.is_set = True
+            self._unset.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits, and returns whether it is set."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.is_set and (left_s := end_s - time.monotonic()) > 0:
+            # Not at once: another thread may have been interrupted after it took the lock.
+            if self._unset.acquire(timeout=min(left_s, 1.0)):
+                self._unset.release()
+        return self.is_set
 
 
 @final

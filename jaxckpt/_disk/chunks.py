@@ -30,7 +30,13 @@ from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import inner_places
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    StoreError,
+    TreeMismatch,
+    is_io_failure,
+)
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     CRC_WITH_ITSELF,
@@ -353,7 +359,10 @@ class Chunks:
                 both += outs[-1], crc
             self._storage.read_into(file, run[0].offset, both)
         except (OSError, EOFError, MemoryError) as error:
-            if len(run) > 1:  # find the chunk that fails
+            if isinstance(error, StoreError):  # each chunk alone would take as long to fail
+                for job in run:
+                    self._note(job.read.leaf, error)
+            elif len(run) > 1:  # find the chunk that fails
                 for job in run:
                     self._read_run([job], memory)
             elif isinstance(error, MemoryError) or is_io_failure(error):

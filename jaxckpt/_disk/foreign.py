@@ -19,6 +19,7 @@ from jaxckpt._disk.native import (
     check_data_files,
     make_item,
     missing_database,
+    reader_of,
     special_file,
     with_texts,
 )
@@ -193,10 +194,9 @@ def _read_keys(
     found: Found, path: str, keys: Sequence[str], database: bool
 ) -> Sequence[bytes | None]:
     from jaxckpt.storage._arrays import data_errors
-    from jaxckpt.storage._staged import open_reader
 
     with data_errors(path):
-        reader = open_reader(found.storage, path, database=database)
+        reader = reader_of(found, path, database=database)
         return reader.values([(key, None) for key in keys])
 
 
@@ -246,7 +246,7 @@ def _refuse_escape(leaf: Leaf, found: Found, path: str) -> None:
         folder = below.pop()
         for name, entry in found.entries(folder).items():
             _refuse_link(leaf, found, folder, name)
-            if entry.kind == "dir" and leaf.name:
+            if entry.kind == "dir":
                 below.append(f"{folder}/{name}")
 
 
@@ -355,10 +355,9 @@ def _array_names(found: Found, path: str, database: bool) -> list[str]:
     if not database:
         return array_names(found, path)
     from jaxckpt.storage._arrays import data_errors
-    from jaxckpt.storage._staged import open_reader
 
     with data_errors(path):
-        keys = open_reader(found.storage, path, database=True).keys()
+        keys = reader_of(found, path, database=True).keys()
     ends = (f"/{names.ZARR2}", f"/{names.ZARR3}")
     return [key.rpartition("/")[0] for key in keys if key.endswith(ends)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 from jaxckpt._core.text import nearest
 from jaxckpt._disk import checksums
@@ -108,8 +108,21 @@ def with_texts(found: Found, path: str, saved: Tree) -> Tree:
     return replace(saved, leaves=leaves)
 
 
-def check_data_files(found: Found, path: str) -> int:
-    """Returns the total size of an item's files; refuses links, which TensorStore would follow."""
+def reader_of(found: Found, path: str, *, database: bool) -> Any:  # of storage._arrays
+    """Opens an item with TensorStore, which goes wherever a database refers to."""
+    from jaxckpt.storage._staged import open_reader
+
+    if database:
+        check_data_files(found, path, deep=True)
+    return open_reader(found.storage, path, database=database)
+
+
+def check_data_files(found: Found, path: str, *, deep: bool = False) -> int:
+    """Returns the total size of an item's files; refuses links, which TensorStore would follow.
+
+    Args:
+        deep: Whether to look into directories too in which there should be no data.
+    """
     total, folders = 0, [path]
     while folders:
         folder = folders.pop()
@@ -120,7 +133,7 @@ def check_data_files(found: Found, path: str) -> int:
             is_data = name == names.OCDBT_DATA or name.startswith(names.OCDBT_PROCESS)
             if is_data and kind != "dir":
                 raise corrupt(f"{folder}/{name}", "is not a directory")
-            if is_data:
+            if is_data or (deep and kind == "dir"):
                 folders.append(f"{folder}/{name}")
     return total
 

@@ -19,8 +19,8 @@ from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import DECODED, Buffers, Chunks, Failed, Landed, LeafRead, Values
 from jaxckpt._disk.damage import blame
-from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import Regions, reader_of
+from jaxckpt._disk.native import Item, reader_of
+from jaxckpt._disk.regions import Regions
 from jaxckpt._disk.tensors import Tensors
 from jaxckpt.errors import damaged
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
@@ -160,7 +160,7 @@ def _batches(
             elif places is not None and group[0].beside < DECODED:
                 ahead.append(Chunks(item, group, places, sums, pool))
             else:
-                reader = reader or reader_of(item)
+                reader = reader or reader_of(item.found, item.path, database=item.database)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
             if len(ahead) > _OPEN_AHEAD:
                 yield ahead.popleft()

@@ -17,7 +17,7 @@ from jaxckpt._core.plan import plan_chunks, plan_reads
 from jaxckpt._disk.checksums import stored_sums
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, another_chunk, make_memory
 from jaxckpt._disk.damage import blame
-from jaxckpt._disk.native import Item
+from jaxckpt._disk.native import Item, reader_of
 from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.tree import Leaf, grid_of
 
@@ -164,12 +164,6 @@ def _touches(chunk_shape: Sequence[int], boxes: Sequence[Box], index: tuple[int,
     return any(chunk.intersect(box) for box in boxes)
 
 
-def reader_of(item: Item) -> Any:  # a `Reader` of storage._arrays
-    from jaxckpt.storage._staged import open_reader
-
-    return open_reader(item.found.storage, item.path, database=item.database)
-
-
 def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -> None:
     """Raises if a chunk's stored checksum is not the recorded one; reads no values."""
     sums, stored = item.read_sums(), leaf.array
@@ -192,7 +186,7 @@ def refuse_swapped(item: Item) -> None:
     """Raises CorruptCheckpoint if any chunk of a tree differs from the chunk written there."""
     leaf = None
     try:
-        reader = reader_of(item)
+        reader = reader_of(item.found, item.path, database=item.database)
         for leaf in item.tree.leaves:
             if leaf.has_array:
                 refuse_others(item, reader, leaf, (whole(leaf.array.shape),))

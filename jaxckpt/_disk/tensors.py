@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import posixpath
 from collections import deque
@@ -19,11 +18,11 @@ from jaxckpt._core.threads import Pool
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
 from jaxckpt._disk.found import Found, corrupt
 from jaxckpt._disk.native import Item
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, UnsupportedFormat
 from jaxckpt.format import jsontext, safetensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
-from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
+from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree, check_grid
 from jaxckpt.storage import Storage, real
 
 # A part is read in pieces of at most this size, and never in shorter runs than this.
@@ -92,7 +91,7 @@ def read_item(found: Found, name: str) -> Item:
     """Reads the headers of a file or of an index; dots in names make nested dicts."""
     headers = read_headers(found.storage, found.items[name])
     tensors = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
-    leaves = tuple(_leaf(tensor) for _, tensor in tensors.values())
+    leaves = tuple(_leaf(*placed) for placed in tensors.values())
     said = {key: text for header in headers.values() for key, text in header.metadata.items()}
     return Item(
         found=found,
@@ -107,11 +106,12 @@ def read_item(found: Found, name: str) -> Item:
     )
 
 
-def _leaf(tensor: Tensor) -> Leaf:
+def _leaf(file: str, tensor: Tensor) -> Leaf:
     """Returns the leaf of a tensor, with chunks that bound the memory of reading it in parts."""
     path, shape, dtype = tuple(tensor.name.split(".")), tensor.shape, tensor.dtype
     chunk_shape = run_shape(shape, dtype_of(dtype).itemsize)
     stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=chunk_shape)
+    check_grid(stored, where=tensor.name, file=file)
     kinds = (NAMED,) * len(path)
     return Leaf(path=path, key_types=kinds, kind="numpy", dtype=dtype, shape=shape, stored=stored)
 
@@ -205,9 +205,15 @@ class Tensors:
         """Fills the memory of adjacent pieces; returns the number of bytes."""
         if len(pieces) > 1:
             flat = [piece.out.reshape(-1).view(np.uint8) for piece in pieces]
-            with contextlib.suppress(EOFError, OSError):  # one by one shows which of them is bad
+            try:
                 self._item.found.storage.read_into(*pieces[0][:2], flat)
                 return sum(map(len, flat))
+            except StoreError as error:  # each alone would take as long to fail
+                for piece in pieces:
+                    self._failures.setdefault(id(piece.read), error)
+                return 0
+            except (EOFError, OSError):  # one by one shows which of them is bad
+                pass
         size = 0
         for piece in pieces:
             try:

@@ -5,7 +5,6 @@ Rules, which are pure:
     schedule     when to save
     retention    what to keep, and why
     copies       which copy to read and what to upload, if a run has two tiers
-    goodput      how much of a run's time has trained, and what would raise that
 
 One directory of steps:
 
@@ -53,5 +52,4 @@ Calls on a whole run:
     scrub        every step verified, damaged steps set aside
     heal         a copy mended from another
     fork         a run that begins with a step of another
-    overview     a run at a glance, for people
 """

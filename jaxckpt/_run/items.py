@@ -7,7 +7,6 @@ any other pytree         a tree, like the state
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -78,6 +77,9 @@ def take_item(
     return take_tree(name, value, processes, copy=True, **options)
 
 
+_NO_NUMBERS: Final = tuple("cmMOSU")  # kinds of dtypes
+
+
 def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], None]) -> FileItem:
     """Returns the metrics as an item, which waits in the background for arrays being computed.
 
@@ -105,9 +107,13 @@ def _mapped(do: Callable[[str, Any], object], name: str, value: Any) -> Any:  # 
 
 
 def _taken(name: str, value: Any) -> object:
-    if not isinstance(value, (str, bool, int, float, type(None))) and (
-        math.prod(getattr(value, "shape", (2,))) != 1
-    ):
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    if type(value) is str:
+        value.encode()  # raises on an unpaired surrogate
+        return value
+    is_odd = getattr(getattr(value, "dtype", None), "kind", "") in _NO_NUMBERS
+    if is_odd or math.prod(getattr(value, "shape", (2,))) != 1:
         raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
     if not getattr(value, "is_fully_replicated", True):
         raise ValueError(f"metric {name!r} is not replicated: average it first")
@@ -141,7 +147,8 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
 
     def common() -> dict[str, bytes]:
         # Orbax reads this file as JSON; Grain's handler for Orbax reads the files by process.
-        said = {"form": form, "process_count": processes.count, "process_0": json.loads(data)}
+        state = jsontext.loads(data, file=file)
+        said = {"form": form, "process_count": processes.count, "process_0": state}
         return {names.JSON_ITEM_FILE: jsontext.dumps(said, allow_nan=True)}
 
     return FileItem(name=name, mine={file: data}, common=common)
@@ -152,8 +159,8 @@ def _json_text(state: object) -> bytes | None:
     if not isinstance(state, bytes):
         return None
     try:
-        json.loads(state)
-    except ValueError:
+        jsontext.loads(state, file="")  # as it will be read; the parser of JSON also takes UTF-16
+    except CorruptCheckpoint:
         return None
     return state
 
@@ -207,6 +214,8 @@ class States:
     def _read(self, process: int, value: object) -> Any:  # JSON, or bytes
         file = names.process_file(process, self.count)
         data = self.checkpoint.read(self.path, file)
+        if self.form == "text":
+            return data
         state = jsontext.loads(data, file=f"{self.path}/{file}")
         if self.form == "json":
             return typed_json.decode(state, file=f"{self.path}/{file}")
@@ -214,7 +223,7 @@ class States:
         is_text = isinstance(state, dict) and _OF_LOADER in state
         if self.form == "grain" and methods is not None:
             is_text = isinstance(methods[0](), bytes)
-        return data if is_text or self.form == "text" else state
+        return data if is_text else state
 
 
 # This key distinguishes a state of Grain's DataLoader, which is bytes, from a dataset's state.

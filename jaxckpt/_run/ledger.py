@@ -16,11 +16,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.schedule import PRIOR_MTBF_S
 from jaxckpt._save.worker import is_ending
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format import names
@@ -36,6 +37,7 @@ from jaxckpt.format.ledger import (
 )
 
 EVERY_S: Final = 120.0
+ENOUGH: Final = 3  # failures, from which the mean time between them is used
 
 
 def read_ledger(index: StepIndex) -> list[Start]:
@@ -163,3 +165,20 @@ class Ledger:
                 text = "cannot be written; saves go on, and it is tried again later"
                 self._index.report(f"{self._index.root}/{names.LEDGER} {text}: {error}")
             self.failed = True
+
+
+def learned_mtbf_s(starts: Sequence[Start]) -> float:
+    """Returns the mean time between failures of the job, a fixed one until there were three.
+
+    A failure is an end that nobody asked for, after a step was trained; a start that was preempted
+    has none, if its last save was committed. The time is that in which starts were known to run.
+    """
+    count = len(failures(starts))
+    ran_s = sum(max(0.0, start.seen_s - start.opened_s) for start in starts)
+    return ran_s / count if count >= ENOUGH and ran_s else PRIOR_MTBF_S
+
+
+def failures(starts: Sequence[Start]) -> list[Start]:
+    """Returns the starts that failed; that of a start without an end is known from the next."""
+    ended = [*starts[:-1], *(one for one in starts[-1:] if one.end)]
+    return [s for s in ended if s.first is not None and (not s.end or s.end.startswith(FAILED))]

@@ -188,6 +188,8 @@ def value_of(
     if callable(metric):
         with contextlib.suppress(KeyError), calling("KeepPolicy.metric"):
             value = metric(metrics)
+            if isinstance(value, bool) or hasattr(value, "item"):  # of numpy or jax
+                value = float(value)
     elif metric is not None:
         value = metrics.get(metric)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN

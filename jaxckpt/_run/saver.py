@@ -20,8 +20,8 @@ from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.comparisons import Comparisons
 from jaxckpt._run.due import DueSteps
-from jaxckpt._run.goodput import learned_mtbf_s
 from jaxckpt._run.incremental import Incremental
+from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, look_at, open_roots
@@ -179,6 +179,11 @@ class Saver:
             errors += self._tiers.uploader.take_errors()
         # Also after another manager has closed it.
         return [*errors, *self.take_errors(saves)]
+
+    def fence(self) -> None:
+        """Raises SaveFailed if another job has taken the run over; for saves beside the manager."""
+        if self._processes.index == 0:
+            self._root.owner.fence()
 
     # --- which calls save ------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import final
 
 from jaxckpt._core.check import calling
+from jaxckpt._core.threads import Latch
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.worker import Failure, Worker
 from jaxckpt.errors import CheckpointTimeout
@@ -44,7 +45,7 @@ class SaveHandle:
         self.error: BaseException | None = None
         self.failure: Failure | None = None  # the same, or of later work
         self._worker, self._wait_durable = worker, wait_durable
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._on_end: list[Callable[[SaveHandle], object]] | None = []  # None once they are called
         self._on_end_lock = threading.Lock()  # guards `_on_end`
         self._process = os.getpid()
@@ -62,7 +63,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Returns whether the save has ended, by a commit or an error."""
-        return self._ended.is_set()
+        return self._ended.is_set
 
     def result(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is committed and durable.

@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jaxckpt._core.threads import Latch
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import Work, warn
 from jaxckpt._disk.commit import commit_of
@@ -81,15 +83,15 @@ class SaveRequest:
         return self.group.job
 
 
-_queue: list[SaveJob] = []  # the saves of this process that have not ended, in order
-_queue_lock = threading.Lock()  # guards `_queue`
+# The saves of this process that have not ended, in order. Without a lock, which a signal could
+# leave taken: no call on the list runs Python code.
+_queue: list[SaveJob] = []
 os.register_at_fork(after_in_child=_queue.clear)  # a forked child lacks the threads
 
 
 def is_under_way(path: str) -> bool:
     """Returns whether this process is saving to a path or about to."""
-    with _queue_lock:
-        return any(path == job.request.path for job in _queue)
+    return any(path == job.request.path for job in [*_queue])
 
 
 @final
@@ -107,20 +109,25 @@ class SaveJob:
         self._transaction: Transaction | None = None  # in process 0
         self._parts: list[str] = []  # the items of which this process left a part
         self._key = request.path, request.processes.index  # simulated processes share `_queue`
-        self._left = threading.Event()
-        self._before: list[threading.Event] = []
+        self._thread: threading.Thread | None = None  # once it runs
+        self._left = Latch()
+        self._before: list[SaveJob] = []
 
     def queue(self) -> None:
         """Takes the turn among the saves to the path, unless it has one; `run` gives it back."""
-        with _queue_lock:
-            if self not in _queue:
-                self._before = [job._left for job in _queue if job._key == self._key]
-                _queue.append(self)
+        if self not in _queue:
+            _queue.append(self)
+            earlier = takewhile(lambda job: job is not self, [*_queue])
+            self._before = [job for job in earlier if job._key == self._key]
+            for job in self._before:
+                # A signal ended its save before that could give the turn back.
+                if job._thread is threading.current_thread():
+                    job.leave()
 
     def leave(self) -> None:
         """Gives the turn back."""
         self._left.set()
-        with _queue_lock, contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):
             _queue.remove(self)
 
     def run(self) -> Timing:
@@ -168,10 +175,10 @@ class SaveJob:
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Waits for earlier saves to the path; on failure, removes the files of this save."""
-        request = self.request
+        request, self._thread = self.request, threading.current_thread()
         try:
             self.queue()
-            if not all(earlier.wait(DEFAULT_TIMEOUT_S) for earlier in self._before):
+            if not all(earlier._left.wait(DEFAULT_TIMEOUT_S) for earlier in self._before):
                 warn(request.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield
@@ -183,11 +190,12 @@ class SaveJob:
                 commit_of(request.storage, request.path).discard(request.token)
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
         finally:
+            self.leave()
+            self._before.clear()
             request.items.clear()
             if request.replicas is not None:
                 request.replicas.release()
             self._problem = None  # releases the error and its traceback
-            self.leave()
             self._meter.end()  # last: it waits for the callback, and may be interrupted
 
     @contextlib.contextmanager

@@ -26,8 +26,8 @@ from jaxckpt.format import names
 
 if TYPE_CHECKING:
     from jaxckpt._run.deletion import Deletion
-    from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt._run.retention import KeepPolicy
+    from jaxckpt.pages.overview import RunOverview, StepOverview
 
 
 _steps = click.argument(
@@ -84,8 +84,8 @@ def rm(
     if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
     but never the main one, and moves nothing. Refused while a running job writes the run.
     """
-    from jaxckpt._run.overview import look, policy_of
     from jaxckpt.cli._owned import owned, run_at
+    from jaxckpt.pages.overview import look, policy_of
     from jaxckpt.storage import now
 
     run, numbers = _target(path, steps, looks=True)
@@ -328,9 +328,9 @@ def gc(
     steps go; if any is damaged, deletes nothing. Moves steps instead if the run was opened with
     KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
-    from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import existing_run, owned, run_at
+    from jaxckpt.pages.overview import overview
     from jaxckpt.storage import locate
 
     if best is not None and metric is None:

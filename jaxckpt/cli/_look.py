@@ -17,8 +17,8 @@ from jaxckpt.errors import CorruptCheckpoint
 
 if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint
-    from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt.cli._space import Space, Usage
+    from jaxckpt.pages.overview import RunOverview, StepOverview
     from jaxckpt.types import LeafInfo
 
 Row = list[Cell]
@@ -37,9 +37,9 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     committed and every file has its size. Below, how much of its time the run has trained, and what
     would raise that.
     """
-    from jaxckpt._run.goodput import account, described
-    from jaxckpt._run.overview import RunOverview, overview, step_overview, with_local
     from jaxckpt.cli._owned import existing_run
+    from jaxckpt.pages.goodput import account, described
+    from jaxckpt.pages.overview import RunOverview, overview, step_overview, with_local
 
     step = step_overview(path)
     if step is None:
@@ -135,7 +135,7 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
 
 
 def _goodput_facts(found: RunOverview) -> dict[str, Any]:
-    from jaxckpt._run.goodput import account
+    from jaxckpt.pages.goodput import account
 
     facts = dataclasses.asdict(account(found.starts))
     return {name: value for name, value in facts.items() if name not in ("ends", "costs")}

@@ -89,7 +89,7 @@ local = click.option("--local", type=PATH, help="Also what is in this run's loca
 
 def local_roots(directory: str | None, run: str) -> list[str]:
     """Returns the places with steps of a run in a local directory, if one is given."""
-    from jaxckpt._run.overview import local_roots
+    from jaxckpt.pages.overview import local_roots
 
     return [] if directory is None else local_roots(directory, run)
 

@@ -14,10 +14,10 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import open_item
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
-from jaxckpt._run.overview import FIRST, overview, step_overview
 from jaxckpt.cli._owned import existing_run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format.tree import parse_path
+from jaxckpt.pages.overview import FIRST, overview, step_overview
 from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
 
 

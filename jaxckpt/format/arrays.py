@@ -226,6 +226,8 @@ def leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
             f"{stored.dtype}{list(stored.shape)} cannot be the data of PRNG keys of shape "
             f"{list(leaf.shape)}"
         )
+    if any(c > max(1, n) for n, c in zip(stored.shape, stored.chunk_shape, strict=True)):
+        return f"chunks of shape {stored.chunk_shape} are larger than the array {stored.shape}"
     if math.prod(grid_of(stored.shape, stored.chunk_shape)) > _MAX_CHUNKS:
         return f"the array has more than {_MAX_CHUNKS} chunks"
     if stored.inner_shape is not None:

@@ -120,7 +120,7 @@ _REPLACEMENT: Final = ".jaxckpt-committed"
 _SET_ASIDE: Final = ".jaxckpt-bad-"
 _TOKEN: Final = re.compile("[0-9a-f]{16}")
 _END: Final = 16  # digits of a data file's name that it has in each copy of it
-_MAX_ITEM_NAME: Final = 128
+_MAX_ITEM_NAME: Final = 240  # bytes
 _PROCESS_FILE: Final = re.compile(r"process_\d{1,9}-of-(\d{1,9})\.json")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 
@@ -170,13 +170,14 @@ def is_reserved(name: str) -> bool:
 
 def check_item(name: object, *taken: str) -> None:
     """Raises ValueError if an item cannot have this name."""
-    if not isinstance(name, str) or not name or len(name) > _MAX_ITEM_NAME:
-        raise ValueError(f"item name must be 1 to {_MAX_ITEM_NAME} characters, got {name!r}")
-    is_taken = name in (METRICS_ITEM, *TOP_FILES, *taken)
+    if not isinstance(name, str) or not 0 < len(name.encode("utf-8", "replace")) <= _MAX_ITEM_NAME:
+        raise ValueError(f"item name must be 1 to {_MAX_ITEM_NAME} bytes, got {name!r}")
+    is_taken = name in (METRICS_ITEM, DELETION_RECORD, *TOP_FILES, *taken)
     if is_taken or is_reserved(name) or is_part_of_tree(name):
         raise ValueError(f"an item cannot be named {name!r}: the name is reserved")
-    if name.startswith(".") or any(mark in name for mark in "/\\\0"):
-        raise ValueError(f"item name {name!r} begins with a dot or contains a slash or NUL")
+    if name.startswith(".") or re.search("[/\\\\\0\ud800-\udfff]", name):
+        what = "begins with a dot, or contains a slash, NUL or half of a surrogate pair"
+        raise ValueError(f"item name {name!r} {what}")
 
 
 def is_ours_temporary(entry: str, name: str) -> bool:

@@ -54,9 +54,9 @@ _FILE: Final = re.compile(
 _VARINT_BYTES: Final = 9  # 63 bits
 _MOST: Final = 1 << 60  # of an offset, a size or a count
 # The limit on the bytes of all keys of a node, as a multiple of its own, or in bytes if that is
-# more: a key can repeat the key before it at the cost of a few bytes.
-_MOST_SHARED: Final = 256
-_SOME_SHARED: Final = 1 << 20
+# more: a key can repeat the key before it at the cost of a few bytes. TensorStore allows 8 MiB.
+_MOST_SHARED: Final = 8
+_SOME_SHARED: Final = 16 << 20
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -292,7 +292,11 @@ def decode_leaves(data: bytes) -> dict[str, bytes | Place]:
 
 
 def decode_node(
-    data: bytes, folder: str, prefix: bytes, wanted: Sequence[bytes] | None = None
+    data: bytes,
+    folder: str,
+    prefix: bytes,
+    wanted: Sequence[bytes] | None = None,
+    most: int = _MOST,
 ) -> Node:
     """Decodes a node, unless it is compressed.
 
@@ -301,6 +305,7 @@ def decode_node(
         prefix: The beginning of all its keys, which the node above has.
         wanted: If not None, only the entries for these keys are returned: their values, or the
             nodes below that can have them. Of the other entries, no object is made.
+        most: The number of entries that it can have.
 
     Raises:
         ValueError: it is damaged.
@@ -311,6 +316,8 @@ def decode_node(
     files = fields.files(folder)
     keys, common = fields.strings(marked=height > 0, before=len(prefix))
     count, rows, rest = len(common), range(len(common)), None
+    if count > most:
+        raise ValueError(f"it has {count} entries, more than the tree has keys")
     if wanted is not None:
         rest = [key[len(prefix) :] for key in wanted if key.startswith(prefix)]
     if rest is not None and not height:

@@ -3,7 +3,7 @@
 A value that JSON restores exactly is written as it is; any other value as an object with one key:
 
     {"$tuple": [...]}   {"$dict": [[key, value], ...]}   {"$bytes": base64}   {"$int": "digits"}
-    {"$array": [dtype, shape, base64]}
+    {"$array": [dtype, shape, base64]}   {"$scalar": [dtype, [], base64]}
 
 A dict whose only key is one of these is also written as "$dict".
 """
@@ -20,7 +20,7 @@ from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
 
-_TAGS: Final = ("$tuple", "$dict", "$bytes", "$int", "$array")
+_TAGS: Final = ("$tuple", "$dict", "$bytes", "$int", "$array", "$scalar")
 # Other programs read JSON numbers as 64-bit.
 _MAX_INT: Final = 1 << 63
 
@@ -57,7 +57,8 @@ def encode(value: object) -> Any:  # JSON
         dtype_of(data.dtype.name)  # raises if it could not be read again
         data = data.astype(data.dtype.newbyteorder("="), copy=False)
         text = base64.b64encode(data.tobytes()).decode()
-        return {"$array": [data.dtype.name, list(data.shape), text]}
+        tag = "$scalar" if isinstance(value, np.generic) else "$array"
+        return {tag: [data.dtype.name, list(data.shape), text]}
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} has no JSON form")
 
 
@@ -85,6 +86,8 @@ def decode(value: Any, *, file: str) -> Any:  # JSON
                 return base64.b64decode(inner, validate=True)
             case "$int":
                 return int(expect(inner, str, tag, file=file))  # Python limits the digits
+            case "$scalar":
+                return _array(inner, file)[()]
             case _:
                 return _array(inner, file)
     except (ValueError, TypeError) as error:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 from etils import epath
@@ -20,7 +21,7 @@ from jaxckpt import CheckpointManager, SaveHandle
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
-from jaxckpt.multihost import current
+from jaxckpt.multihost import current, raise_first
 from jaxckpt.orbax import _handling, policies
 from jaxckpt.orbax.checkpointers import Closing
 from jaxckpt.orbax.options import AsyncOptions
@@ -61,6 +62,7 @@ class Run(Closing):
         """Returns the manager that saves; a new one if another took over in this process."""
         writer = self._writer
         if writer is None or self._is_closed():
+            self._raise_errors()
             self._writer = writer = CheckpointManager(
                 self._index.root,
                 save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
@@ -141,12 +143,25 @@ class Run(Closing):
 
     def _finish(self) -> None:
         """Waits until all saves have ended and the steps not kept are deleted."""
-        if self._writer is not None and not self._is_closed():
-            try:
-                with _handling.as_raised():
-                    self._writer.wait_until_finished()
-            finally:
-                self.reload()
+        if self._writer is not None:
+            with self._reloading():
+                self._writer.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _reloading(self) -> Iterator[None]:
+        """Raises errors as Orbax does, and looks at the directory again: a failed step is none."""
+        try:
+            with _handling.as_raised():
+                yield
+        finally:
+            self.reload()
+
+    def _raise_errors(self) -> None:
+        """Raises the errors of saves that have ended."""
+        errors = [] if self._writer is None else saver_of(self._writer).take_errors()
+        if errors:
+            with self._reloading():
+                raise_first(errors)
 
     def _wait_for(self, step: int) -> None:
         if any(handle.step == step and not handle.done() for handle in self._saves):
@@ -154,12 +169,9 @@ class Run(Closing):
 
     def _close(self) -> None:
         """Waits for the saves under way, and gives the run back."""
-        try:
+        with self._reloading():
             if self._writer is not None:
-                with _handling.as_raised():
-                    _close_run(self._writer, self._index)
-        finally:
-            self.reload()
+                _close_run(self._writer, self._index)
 
 
 _open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root

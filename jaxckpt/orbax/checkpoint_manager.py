@@ -153,10 +153,13 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)
-        with _handling.as_raised():  # an earlier save may have failed
-            handle = self._open().save(
-                step, stored, metrics=metrics, force=bool(force), custom_metadata=custom_metadata
-            )
+        try:
+            with _handling.as_raised():  # an earlier save may have failed
+                more = {"metrics": metrics, "custom_metadata": custom_metadata}
+                handle = self._open().save(step, stored, force=bool(force), **more)
+        except BaseException:
+            self.reload()  # the step of that save is none
+            raise
         if handle is None:
             return False
         self._count(handle, step, metrics)
@@ -279,9 +282,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     def check_for_errors(self) -> None:
         """Raises an error of a save that has ended."""
-        if self._writer is not None:
-            with _handling.as_raised():
-                self._writer.all_steps()
+        self._raise_errors()
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the job is being stopped and should end at this step."""

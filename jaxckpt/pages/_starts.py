@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from jaxckpt._core.text import counted, duration
-from jaxckpt._run.goodput import Part, account, described
 from jaxckpt.format.ledger import Start
 from jaxckpt.pages._html import escape, moment
+from jaxckpt.pages.goodput import Part, account, described
 
 _MAX_ROWS: Final = 20
 _HEAD: Final = (

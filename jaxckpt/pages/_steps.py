@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._run.overview import StepOverview
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.pages import _svg
 from jaxckpt.pages._html import escape, moment
 from jaxckpt.pages._svg import Mark
+from jaxckpt.pages.overview import StepOverview
 
 if TYPE_CHECKING:  # showing steps does not need jax
     from jaxckpt._run.manager import CheckpointManager

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Final
 from jaxckpt._core.text import counted, duration, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.tree_text import Branch, nested
-from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.pages import _steps, _svg
 from jaxckpt.pages._html import block, escape, facts
 from jaxckpt.pages._palette import axis_hue
+from jaxckpt.pages.overview import RunOverview, overview
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
 if TYPE_CHECKING:  # showing a checkpoint does not need jax

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from jaxckpt._core.text import size_text
-from jaxckpt._run.overview import overview
 from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.pages import _palette, _steps, _svg
+from jaxckpt.pages.overview import overview
 from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:

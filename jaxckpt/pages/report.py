@@ -19,7 +19,6 @@ from typing import Final
 
 from jaxckpt._core.text import counted, duration, size_text
 from jaxckpt._inspect import open as inspection
-from jaxckpt._run.overview import RunOverview, StepOverview, overview, with_local
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
@@ -30,6 +29,7 @@ from jaxckpt.pages._plan import plan_html
 from jaxckpt.pages._starts import starts_html
 from jaxckpt.pages._svg import Bar
 from jaxckpt.pages.notebook import json_html, listing, numbers, tree_head, tree_html
+from jaxckpt.pages.overview import RunOverview, StepOverview, overview, with_local
 
 _MAX_CHARTS: Final = 12
 _MAX_ITEMS: Final = 20

@@ -28,16 +28,16 @@ import os
 import posixpath
 import re
 import shutil
-from functools import cache
+from functools import cache, partial
 from typing import Final
 from urllib.parse import unquote
 
-from jaxckpt.errors import StoreError, UnsupportedFormat
+from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.storage._ahead import ahead, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import LocalStorage, files_in, is_temporary_file, listing, usable_cores
 from jaxckpt.storage._memory import MemoryStorage
-from jaxckpt.storage._mounts import mounts
+from jaxckpt.storage._mounts import device_of, mounts
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, kvstore, use_store
 
@@ -125,15 +125,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         raise _no_storage(text, scheme)
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     absolute = "/" + os.path.abspath(local).lstrip("/")  # POSIX gives "//" a meaning of its own
-    device, there = None, absolute
-    while device is None:  # at least the root exists
-        try:
-            device = ask()(os.stat, there).st_dev
-        except StoreError:
-            raise
-        except (OSError, ValueError):
-            there = os.path.dirname(there)
-    return _storage_on(device), absolute
+    return _storage_on(device_of(absolute, partial(ask(), os.stat))), absolute
 
 
 def _no_storage(text: str, scheme: str) -> UnsupportedFormat:

@@ -75,7 +75,8 @@ class LeasedLock(Hold):
             if self._version is not None:
                 asked_s = steady_s()
                 self._version = self._write(self._version, held=True, tries=1)
-                self._asked_s = asked_s
+                if self._version is None or "last_modified" not in self._version:
+                    self._asked_s = asked_s  # else an earlier try has written it, who knows when
             return self._version is not None
 
     def goes_on(self) -> bool:
@@ -95,7 +96,7 @@ class LeasedLock(Hold):
         goes_on, pause_s = True, self._every_s
         try:
             goes_on = self.renew()
-        except OSError:  # there is time for several tries
+        except Exception:  # there is time for several tries
             pause_s /= 4
         with _lock:
             self.due_s = time.monotonic() + pause_s

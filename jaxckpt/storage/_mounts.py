@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from jaxckpt.errors import StoreError
 
 _TABLE: Final = "/proc/self/mountinfo"  # Linux only
 # Plain "fuse" is the type that mount-s3 has, and gcsfuse as a volume of GKE. JuiceFS is missing
@@ -36,10 +40,28 @@ class Mount(NamedTuple):
 def mounts() -> dict[int, Mount]:
     """Returns the mounts by the number of their device, `st_dev` of their files, if it is known."""
     try:
-        with open(_TABLE, encoding="utf-8", errors="surrogateescape") as file:
+        with open(_TABLE, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return find_mounts(file.read())
     except OSError:
         return {}
+
+
+def device_of(
+    path: str, stat: Callable[[str], Any], mounts: Callable[[], dict[int, Mount]] = mounts
+) -> int:
+    """Returns the number of the device that a path is on, or will be once it is made."""
+    while True:  # at least the root exists
+        try:
+            return stat(path).st_dev
+        except StoreError:
+            raise
+        except (OSError, ValueError) as error:
+            # The server or program of a mount may be away, as that of a FUSE bucket.
+            is_missing = getattr(error, "errno", None) in (None, errno.ENOENT, errno.ENOTDIR)
+            table = {} if is_missing else {one.point: at for at, one in mounts().items()}
+        if path in table:
+            return table[path]
+        path = os.path.dirname(path)
 
 
 def find_mounts(table: str) -> dict[int, Mount]:
@@ -50,7 +72,7 @@ def find_mounts(table: str) -> dict[int, Mount]:
         >>> find_mounts(table)[os.makedev(0, 9)]
         Mount(kind='fuse.s3fs', point='/b')
     """
-    return dict(map(_parse, table.splitlines()))
+    return dict(map(_parse, filter(None, table.split("\n"))))
 
 
 def _parse(line: str) -> tuple[int, Mount]:

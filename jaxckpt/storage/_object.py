@@ -38,6 +38,7 @@ from jaxckpt.storage._requests import (
     callers,
     is_beyond_the_end,
     is_condition,
+    is_conflict,
 )
 from jaxckpt.storage._settings import (
     StoreSettings,
@@ -268,7 +269,12 @@ class ObjectStorage(WithoutDirectories):
                 if not is_condition(error):
                     raise
                 # Ours after all, if the answer to an earlier try was lost, here or at a proxy.
-                return self._mine(path, data, token)
+                try:
+                    return self._mine(path, data, token)
+                except FileNotFoundError:
+                    if not is_conflict(error):
+                        return None
+                raise  # nothing is there: asked again, the store may do it
 
         try:
             return self.requests.change("create", path, put)
@@ -282,7 +288,7 @@ class ObjectStorage(WithoutDirectories):
         self, path: str, data: bytes, token: str | None, *, tries: int | None = None
     ) -> Version | None:
         """Returns the version of an object if this writer wrote it."""
-        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):  # the latter: too large
+        with contextlib.suppress(CorruptCheckpoint):  # it is too large
             answer, found = self._get(path, max(len(data), 1), tries=tries)
             if found == data and answer.attributes.get(_HELD) == token:
                 return answer.meta
@@ -382,8 +388,17 @@ class ObjectStorage(WithoutDirectories):
             except Exception as error:
                 if not is_condition(error) and not isinstance(error, FileNotFoundError):
                     raise
-                # An earlier try, here or at an earlier renewal, may have acted.
-                return self._mine(path, data, token) if held else None
+                try:
+                    # An earlier try, here or at an earlier renewal, may have acted.
+                    mine = self._mine(path, data, token) if held else None
+                    if mine is not None or not is_conflict(error):
+                        return mine
+                    found = self._head(path)
+                except FileNotFoundError:
+                    return None
+                if {key: found.get(key) for key in mode} != mode:
+                    return None
+                raise
 
         return self.requests.change("lock", path, put, tries=tries)
 
@@ -422,19 +437,23 @@ class ObjectStorage(WithoutDirectories):
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
         """Returns the problem, or "", and the store's time minus `steady_s()`."""
+
+        def create_again() -> bool:
+            try:
+                return bool(self._put_once(file, b"2", "create"))
+            except Exception as error:
+                if not is_condition(error):
+                    raise
+                return False
+
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0
-        try:
-            self.requests.change("create", file, partial(self._put_once, file, b"2", "create"))
-        except Exception as error:
-            if not is_condition(error):
-                raise
-        else:
+        if self.requests.change("create", file, create_again):
             return "it created an object that existed", 0.0
-        now_s = steady_s()
         if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
+        now_s = steady_s()  # after the write: a clock that is late takes no live lease for over
         try:
             clock = self._head(file)["last_modified"].timestamp() - now_s
         except FileNotFoundError:

@@ -234,8 +234,10 @@ class Requests:
     ) -> Exception:
         """Returns the error to raise: the request, the store's answer and what to do."""
         text = said(error)
-        is_told = isinstance(error, errors().BaseError) or type(error) is FileNotFoundError
-        if not is_told or is_condition(error):
+        # One with a name is of a local file that is sent.
+        is_missing = type(error) is FileNotFoundError and error.filename is None
+        is_told = isinstance(error, errors().BaseError) or is_missing
+        if not is_told:
             return error
         if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
             return FileNotFoundError(errno.ENOENT, "no such object", path)
@@ -273,12 +275,18 @@ def errors() -> Any:
 
 def _may_pass(error: Exception) -> bool:
     """Returns whether sending a request again may help."""
-    return isinstance(error, errors().GenericError) and not _FINAL.search(_text(error))
+    is_final = _FINAL.search(_text(error))
+    return is_conflict(error) or (isinstance(error, errors().GenericError) and not is_final)
 
 
 def is_condition(error: Exception) -> bool:
     """Returns whether a store answered that the condition of a write does not hold."""
     return isinstance(error, (errors().AlreadyExistsError, errors().PreconditionError))
+
+
+def is_conflict(error: Exception) -> bool:
+    """Returns whether a store answered that another request for the object is under way."""
+    return is_condition(error) and "status code: 409" in _text(error)
 
 
 def is_beyond_the_end(error: StoreError) -> bool:

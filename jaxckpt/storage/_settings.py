@@ -21,6 +21,7 @@ from jaxckpt.storage._credentials import (
 )
 
 SCHEMES: Final = ("az", "gs", "s3")
+_MOST: Final = 1e9  # seconds, or tries
 _PEER: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?", re.I)
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
@@ -46,8 +47,8 @@ class StoreSettings:
             role; `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
         single_writer: Whether you guarantee that only one job writes to these buckets at a time. A
             store whose conditional writes do not work is refused without it.
-        timeout_s: Seconds after which a request has failed, all tries included, or a call to a
-            network file system.
+        timeout_s: Seconds after which a try ends and a request is not tried again, or a call to a
+            network file system fails.
         stall_s: Seconds without a byte after which a try is given up.
         tries: How often a request is sent before it has failed.
         lease_s: Seconds after which the lock of a writer that no longer renews it is over.
@@ -71,8 +72,10 @@ class StoreSettings:
         if self.grpc_endpoint is not None and ":///" not in self.grpc_endpoint:
             raise ValueError(f"grpc_endpoint must have ':///', got {self.grpc_endpoint!r}")
         for name in ("timeout_s", "stall_s", "tries", "lease_s"):
-            if not isinstance(value := getattr(self, name), int | float) or not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            if not isinstance(value := getattr(self, name), int | float) or not 0 < value < _MOST:
+                raise ValueError(f"{name} must be between 0 and {_MOST:g}, got {value!r}")
+        if not isinstance(self.tries, int):
+            raise ValueError(f"tries must be an int, got {self.tries!r}")
 
 
 _given: dict[str, StoreSettings] = {}  # by "scheme://bucket" or "scheme://"

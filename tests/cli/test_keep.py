@@ -13,10 +13,10 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, SaveFailed
-from jaxckpt._run.overview import overview
 from jaxckpt.cli._keep import plan
 from jaxckpt.cli._owned import owned, run_at
 from jaxckpt.format import names, run
+from jaxckpt.pages.overview import overview
 from jaxckpt.storage import LocalStorage
 from tests.commandline import cli, on_terminal, said_json
 from tests.golden.fixture import golden_names

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -43,12 +44,14 @@ from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.box import Box
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.reader import read_leaves
+from jaxckpt.errors import StoreError
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.storage._large import LargeFile, LargeFiles
 from tests.strategies import random_bits, same
 from tests.test_hops import hops_of
+from tests.twins import watched
 
 ROOT = Path(__file__).parents[2]
 # Those that the numpy loader of the reference implementation knows.
@@ -512,24 +515,52 @@ def test_small_tensors_are_read_together(ram_path):
     assert whole.storage_calls <= 12
 
 
-def test_of_tensors_read_together_the_error_names_those_that_are_bad(ram_path):
-    """A file that ends within the second of three: the first one is good."""
+@pytest.fixture
+def three(ram_path):
+    """A file with three tensors of 2 kB, which are read together."""
     file = str(ram_path / "model.safetensors")
     safetensors.numpy.save_file({name: np.full(512, 1.0, np.float32) for name in "abc"}, file)
-    item = jaxckpt.open(file)["a"]._opened
+    return file
+
+
+def reading(item, failed):
     reads = [
         LeafRead(leaf=leaf, boxes=(Box((0,), (512,)),), dtype=np.dtype(np.float32))
         for leaf in item.tree.leaves
     ]
-    os.truncate(file, os.path.getsize(file) - 3000)
+    return read_leaves(
+        item, reads, budget_bytes=1 << 30, failed=lambda read, _: failed.append(read.leaf.text)
+    )
+
+
+def test_of_tensors_read_together_the_error_names_those_that_are_bad(three):
+    """A file that ends within the second of three: the first one is good."""
+    item = jaxckpt.open(three)._opened
+    os.truncate(three, os.path.getsize(three) - 3000)
     failed = []
 
-    good = [
-        *read_leaves(item, reads, budget_bytes=1 << 30, failed=lambda read, _: failed.append(read))
-    ]
+    [good] = reading(item, failed)
 
-    assert failed == reads[1:]
-    assert [buffers[reads[0].boxes[0]].tolist() for buffers in good] == [[1.0] * 512]
+    assert failed == ["b", "c"]
+    assert [values.tolist() for values in good.values()] == [[1.0] * 512]
+
+
+def test_tensors_that_a_silent_store_has_are_asked_for_once(three):
+    """Each alone would take as long to fail; none of them is returned."""
+    failed, calls = [], []
+    is_silent = threading.Event()
+
+    def before(verb, path):
+        if is_silent.is_set():
+            calls.append(verb)
+            raise StoreError(f"{path}: the store did not answer")
+
+    item = jaxckpt.open(watched(three, before))._opened
+    is_silent.set()
+
+    assert [*reading(item, failed)] == []
+    assert failed == ["a", "b", "c"]
+    assert calls == ["read_into"]
 
 
 def test_a_file_that_ends_early_names_the_tensor(model):
@@ -629,6 +660,19 @@ def test_a_header_that_lies_is_refused(tmp_path, what):
     with pytest.raises(CorruptCheckpoint):
         jaxckpt.import_safetensors(file, tmp_path / "ours")
     assert os.listdir(tmp_path) == ["bad.safetensors"]
+
+
+@pytest.mark.parametrize("verb", [jaxckpt.open, jaxckpt.restore])
+def test_an_empty_tensor_with_huge_sizes_is_named(tmp_path, verb):
+    """No array has such a shape, though it would have no bytes."""
+    header = {"w.a": entry(shape=(0, 2**61, 2**61), offsets=(0, 0))}
+    file = write_file(tmp_path / "bad.safetensors", header)
+
+    with pytest.raises(CorruptCheckpoint, match=r"w\.a") as caught:
+        verb(file)
+
+    assert (caught.value.leaf, caught.value.file) == ("w.a", str(file))
+    assert not jaxckpt.verify(file).ok
 
 
 def test_the_good_header_is_good(tmp_path):

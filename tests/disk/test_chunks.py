@@ -77,7 +77,7 @@ def item_at(path, storage=None):
     return open_tree(find(storage or found, where), "state")
 
 
-def reading(item, wanted=None, boxes=None, *, dtype="f4", budget_bytes=1 << 20):
+def reading(item, wanted=None, boxes=None, *, dtype="f4", budget_bytes=1 << 20, **options):
     leaves = {leaf.text: leaf for leaf in item.tree.leaves}
     reads = [
         LeafRead(
@@ -87,7 +87,7 @@ def reading(item, wanted=None, boxes=None, *, dtype="f4", budget_bytes=1 << 20):
         )
         for name in wanted or leaves
     ]
-    return _reader.read_leaves(item, reads, budget_bytes=budget_bytes)
+    return _reader.read_leaves(item, reads, budget_bytes=budget_bytes, **options)
 
 
 def values_of(*args, **options):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt._disk.data_files import DataFiles
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.format import arrays, names, ocdbt
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import LocalStorage, locate
@@ -20,6 +20,7 @@ from jaxckpt.testing import FailingStorage
 from tests.disk.test_chunks import UNIT_BYTES, item_at, values_of
 from tests.strategies import random_bits, same
 from tests.test_bad_input import rewrite_record
+from tests.twins import watched
 
 VALUES = np.arange(3000, dtype=np.float32)
 LEAVES = ("a", "inner", "plain", "z")
@@ -184,6 +185,53 @@ def test_a_file_cut_short_costs_only_what_was_behind(ram_path, limits):
     assert {problem.leaf for problem in report.problems} - {None} == bad
     assert {problem.file for problem in report.problems} == {str(path)}
     assert same(good, [values for name, values in tree.items() if name not in bad])
+
+
+@pytest.fixture
+def silent(ram_path, limits):
+    """Leaves in several files, of which one is not answered: leaves, those in it, and a path.
+
+    Then the calls that were made to read it.
+    """
+    limits(ocdbt, DATA_FILE_BYTES=60_000)
+    tree = {f"{i:02}": random_bits((2000,), np.dtype("f4"), i) for i in range(20)}
+    jaxckpt.save(ram_path / "x", tree)
+    storage, where = locate(ram_path / "x" / "state")
+    found = find_values(storage, where)
+    file = found["00/c/0"].file
+    bad = [name for name in tree if found[f"{name}/c/0"].file == file]
+    calls = []
+
+    def before(verb, path):
+        if path.endswith(file) and verb == "read_into":
+            calls.append(path)
+            raise StoreError(f"{path}: the store did not answer")
+
+    return tree, bad, watched(ram_path / "x", before), calls
+
+
+def test_what_a_silent_store_has_is_asked_for_once(silent):
+    """Each chunk alone would take as long to fail. All leaves of the run fail, and no other."""
+    tree, bad, path, calls = silent
+    failed = []
+
+    good = values_of(
+        item_at(path), failed=lambda read, error: failed.append((read.leaf.text, type(error)))
+    )
+
+    assert len(bad) > 2
+    assert failed == [(name, StoreError) for name in bad]
+    assert same(good, [values for name, values in tree.items() if name not in bad])
+    assert len(calls) == 1
+
+
+def test_verify_reports_all_that_a_silent_store_has(silent):
+    _, bad, path, calls = silent
+
+    report = jaxckpt.verify(path)
+
+    assert len(report.problems) == len(bad)
+    assert len(calls) == 1
 
 
 def lying_tree(path, **said):

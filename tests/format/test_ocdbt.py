@@ -144,6 +144,13 @@ def above(*fields):
     return framed([b"\1", *ONE_FILE, *fields])
 
 
+def long_keys(count):
+    """A leaf whose keys of 1402 bytes differ in the last two, and so take few."""
+    lengths = ocdbt._varints([*[1400] * (count - 1), 1402, *[2] * (count - 1)])
+    rests = b"".join(n.to_bytes(2, "big") for n in range(count))
+    return leaf(count, lengths, b"k" * 1400, rests, bytes(count), bytes(count))
+
+
 GOOD = {
     "an inline value": leaf(1, 1, b"k", 2, b"\0", b"vv"),
     "a value in a file": leaf(1, 1, b"k", 7, b"\1", 0, 5, files=ONE_FILE),
@@ -181,6 +188,7 @@ BAD = {
     "keys of gigabytes": leaf(
         60_001, *range(60_000), *[1] * 60_001, b"k" * 60_001, *[0] * 60_001, bytes(60_001)
     ),
+    "long keys for 200 times its bytes": long_keys(15_000),
     "a name of a file that is no text": leaf(1, 1, b"k", 2, b"\0", b"vv", files=[1, 1, 0, b"\xff"]),
 }
 FOREIGN = {
@@ -211,6 +219,20 @@ def test_bad_nodes_are_refused(name):
     tracemalloc.stop()
 
     assert peak < 100_000 + 200 * len(BAD[name])
+
+
+def test_a_node_of_more_keys_than_its_tree_is_refused():
+    """Before one is made."""
+    node = long_keys(10_000)
+    assert len(decode_node(node, "", b"", most=10_000).keys) == 10_000
+
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="10000 entries, more than the tree has keys"):
+        decode_node(node, "", b"", most=9999)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 4 << 20  # the keys have 14 MB
 
 
 def test_a_long_prefix_counts_for_each_key():

@@ -15,10 +15,10 @@ import treescope
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._run.overview import StepOverview
 from jaxckpt.pages import _palette, _steps
 from jaxckpt.pages._html import escape
 from jaxckpt.pages.notebook import checkpoint_html, manager_html
+from jaxckpt.pages.overview import StepOverview
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import WatchedStorage
 from tests.golden.fixture import golden_names

@@ -23,6 +23,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
     answers: dict[tuple[str, str], str]
     asked: list[str]
+    token: str | None = None  # the one that a provider takes; any if it is None
 
     def do_GET(self):
         self.asked.append(f"{self.command} {self.path}")
@@ -30,7 +31,11 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         wanted = {"/comp": "Metadata-Flavor", "/meta": "Metadata", "/late": "X-aws-ec2-metadata"}
         header = next(name for prefix, name in wanted.items() if self.path.startswith(prefix))
         has_header = any(name.lower().startswith(header.lower()) for name in self.headers)
-        self.send_response(403 if not has_header else 404 if text is None else 200)
+        code = 403 if not has_header else 404 if text is None else 200
+        given = self.headers["X-aws-ec2-metadata-token"]
+        if given is not None and self.token not in (None, given):
+            code = 401
+        self.send_response(code)
         self.end_headers()
         self.wfile.write((text or "").encode())
 
@@ -76,6 +81,22 @@ def test_aws(metadata):
     handler.answers["GET", path] = f'{{"action": "terminate", "time": "{at}"}}'
     assert 110 < (notice() or 0) < 120
     assert [one.split()[0] for one in handler.asked] == ["PUT", "GET", "GET"]
+
+
+def test_aws_asks_for_another_token_when_its_own_is_refused(metadata):
+    """At the next call; a host that was stopped and started knows none of before."""
+    url, handler = metadata
+    handler.answers["PUT", "/latest/api/token"] = "old"
+    notice = notices.aws(url)
+    assert notice() is None
+
+    handler.token = "new"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        notice()
+    handler.answers["PUT", "/latest/api/token"] = "new"
+
+    assert (notice(), notice()) == (None, None)
+    assert [one.split()[0] for one in handler.asked] == ["PUT", "GET", "GET", "PUT", "GET", "GET"]
 
 
 def test_azure(metadata):

@@ -27,12 +27,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._run.overview import overview
 from jaxckpt.format import names
 from jaxckpt.format.ledger import Start, encode_ledger
 from jaxckpt.pages import _svg
 from jaxckpt.pages import report as report_module
 from jaxckpt.pages._svg import Bar, Mark
+from jaxckpt.pages.overview import overview
 from jaxckpt.pages.report import report
 from tests.integrations.test_notebook import EVIL, Outline
 

@@ -385,6 +385,15 @@ def test_two_managers_of_one_run(tmp_path):
     twice(program, tmp_path, read=read_newest)
 
 
+def test_a_closed_manager_has_no_errors(tmp_path):
+    def program(ocp, path):
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=ocp.args.StandardSave(tree()))
+        return manager.check_for_errors(), manager.wait_until_finished(), manager.all_steps()
+
+    twice(program, tmp_path, read=read_newest)
+
+
 def test_metadata_of_the_run(tmp_path):
     """`metadata=` is stored once, and found by later managers."""
 

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt import SaveFailed
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
+from jaxckpt.storage import LocalStorage
 from tests.orbax.twice import raised, twice
 from tests.test_hops import hops_of
 
@@ -123,6 +128,46 @@ def test_a_step_below_the_newest_is_replaced_and_not_lost(tmp_path):
 
         assert c.load(1) == {"n": 3}
         assert c.checkpoints[0].metrics == {"loss": 1.0}
+
+
+beside_the_manager = pytest.mark.parametrize(
+    ("step", "options"),
+    [(2, {"overwrite": True}), (1, {"overwrite": True}), (0, {"force": True})],
+    ids=["the newest", "an older one", "below"],
+)
+
+
+@beside_the_manager
+def test_the_first_save_may_replace_a_step(tmp_path, step, options):
+    """Or add one below the newest."""
+    with ocp.training.Checkpointer(tmp_path) as c:
+        assert [c.save(1, {"n": 1}), c.save(2, {"n": 2})] == [True, True]
+
+    with ocp.training.Checkpointer(tmp_path) as c:
+        assert c.save(step, {"n": -1}, **options)
+        assert c.save(3, {"n": 3})
+
+    assert jaxckpt.restore(tmp_path / str(step)) == {"n": -1}
+    assert jaxckpt.verify(tmp_path).ok
+
+
+@beside_the_manager
+def test_a_run_that_another_job_took_over_is_not_changed(tmp_path, step, options):
+    """Nor is a step added to it."""
+    c = ocp.training.Checkpointer(tmp_path)
+    assert [c.save(1, {"n": 1}), c.save(2, {"n": 2})] == [True, True]
+    index = StepIndex(LocalStorage(), str(tmp_path))
+    other = Ownership(index, Leases(index))
+    other.open()
+    other.fence()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    for _ in range(2):  # the first one leaves nothing that lets the second one through
+        with pytest.raises(SaveFailed, match="opened for writing by another job"):
+            c.save(step, {"n": -1}, **options)
+
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert [one.step for one in c.checkpoints] == [1, 2]
 
 
 @pytest.mark.parametrize("policy", ["all", "own"])

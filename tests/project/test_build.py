@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 TENSORSTORE_MODULE = "jaxckpt/storage/_arrays.py"
 DROP_IN = "jaxckpt/orbax/"  # uses the namespace, as programs do
 # What the drop-in uses of the core that is not public: items of free names, the steps of a run that
-# any number of managers read, the deletion of one checkpoint, metadata inside a tree, and a
-# manager's saving half.
+# any number of managers read, the deletion of one checkpoint, metadata inside a tree, a manager's
+# saving half, and a save into its run beside it.
 BELOW_DROP_IN = {
     "jaxckpt._disk.find",
     "jaxckpt._disk.found",
@@ -27,6 +27,7 @@ BELOW_DROP_IN = {
     "jaxckpt._run.index",
     "jaxckpt._run.items",
     "jaxckpt._run.manager",
+    "jaxckpt._save.save",
     "jaxckpt._save.snapshot",
 }
 

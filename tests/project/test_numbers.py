@@ -249,7 +249,7 @@ FROM_CODE = {
         f"every {LEASE / 4:.0f} s (`lease_s / 4`). A lease that was not renewed for {LEASE:.0f} s",
         f"with one write every {LEASE / 4:.0f} s",
         f"after at most {LEASE:.0f} s: at the opening",
-        f"| a request has failed, all tries included | after {TIMEOUT:.0f} s |",
+        f"| a try ends, and a request is not tried again | after {TIMEOUT:.0f} s |",
         f"| a try that moves no byte is given up | after {STALL:.0f} s |",
         f"| tries of a request, with growing pauses | {SETTINGS.tries} |",
         f"more than {HEDGE_S:.2f} s, is sent a second time, and the first answer counts. At most "

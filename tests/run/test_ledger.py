@@ -14,7 +14,6 @@ import pytest
 
 import jaxckpt
 from jaxckpt._run import ledger as ledger_module
-from jaxckpt._run.goodput import PRIOR_MTBF_S, account
 from jaxckpt._run.manager import saver_of
 from jaxckpt.errors import StoreError
 from jaxckpt.format import names
@@ -27,6 +26,7 @@ from jaxckpt.format.ledger import (
     decode_ledger,
     encode_ledger,
 )
+from jaxckpt.pages.goodput import PRIOR_MTBF_S, account
 from jaxckpt.storage import LocalStorage, PathIn
 from jaxckpt.testing import WatchedStorage, simulate
 from tests.commandline import cli

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -47,14 +49,15 @@ from jaxckpt import (
 )
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.overview import overview
 from jaxckpt._run.owner import Ownership
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single, current
+from jaxckpt.pages.overview import overview
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
 from tests.strategies import same
+from tests.test_bad_input import rewrite_record
 from tests.twins import denied, watched
 from tests.waiting import wait_until
 
@@ -755,6 +758,15 @@ def test_a_step_that_failed_may_be_saved_again(tmp_path, processes):
 
 
 BIG = {"w": np.array([1e6])}  # no float16 holds it
+NO_NUMBERS = [
+    np.str_("low"),
+    np.array("abc"),
+    np.array([b"x"]),
+    np.array([1j]),
+    jnp.complex64(1),
+    np.datetime64("2020"),
+    np.array(None),
+]
 
 
 @as_processes
@@ -771,12 +783,15 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
             (TypeError, "one number", {"metrics": {"loss": object()}}),
             (TypeError, "'a/b' must be one number", {"metrics": {"a": {"b": [1, object()]}}}),
             (TypeError, "must be str", {"metrics": {1: 2.0}}),
+            *((TypeError, "one number", {"metrics": {"loss": odd}}) for odd in NO_NUMBERS),
+            (UnicodeEncodeError, "surrogate", {"metrics": {"loss": "\ud800"}}),
             (ValueError, "'int8' is not a floating-point dtype", {"dtype": np.int8}),
         ]
         if processes.count == 1:  # else process 0 casts it alone
             big = {"dtype": "float16", "state": BIG}
             refused.append((UnsupportedLeaf, "^item 'state': leaf w ", big))
         taken = ("state", "metrics", "default", "", ".a", "a/b", "_METADATA", names.RECORD)
+        taken += (names.DELETION_RECORD, "é" * 128, "\ud800")
         refused += [(ValueError, "item", {"items": {name: 1}}) for name in taken]
         for error, text, arguments in refused:
             with pytest.raises(error, match=text):
@@ -1713,6 +1728,88 @@ def test_objects_go_on_from_their_own_states(tmp_path, processes):
         assert manager.restore_items()["data"] == [{"at": i} for i in range(processes.count)]
 
 
+class Raw(Torch):
+    """An object whose state is bytes."""
+
+    def state_dict(self):
+        return self.values["state"]
+
+    def load_state_dict(self, state):
+        self.values = {"state": state}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        struct.pack("<I", 48),
+        "5".encode("utf-16-be"),
+        b'\xef\xbb\xbf{"at": 5}',
+        b'"\\ud800"',
+        b"[" * 300 + b"]" * 300,
+    ],
+    ids=["a number", "UTF-16", "a BOM", "half a pair", "deep lists"],
+)
+def test_a_state_that_looks_like_json_comes_back(tmp_path, state):
+    """Python's parser takes all of these bytes for JSON."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items={"data": Raw(state=state)}).result()
+        data = Raw()
+
+        manager.restore(items={"data": data})
+
+    assert data.values == {"state": state}
+    assert manager.problems == []
+
+
+def test_a_state_of_json_text_is_stored_as_it_is(tmp_path):
+    """As one of Grain, which Orbax reads too."""
+    state = b'{ "last_seen_indices": {"0": 5} }'
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items={"data": Raw(state=state)}).result()
+        data = Raw()
+
+        manager.restore(items={"data": data})
+
+    assert data.values == {"state": state}
+    assert (tmp_path / "1" / "data" / names.process_file(0, 1)).read_bytes() == state
+
+
+def test_a_state_that_an_earlier_release_took_for_json_comes_back(tmp_path):
+    """It stored such bytes as they are."""
+    state = struct.pack("<I", 48)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items={"data": Raw(state=b"48")})
+    (tmp_path / "1" / "data" / names.process_file(0, 1)).write_bytes(state)
+    rewrite_record(tmp_path / "1")
+    data = Raw()
+
+    with CheckpointManager(tmp_path, mode="r") as manager:
+        manager.restore(items={"data": data})
+
+    assert data.values == {"state": state}
+
+
+def test_a_state_may_have_keys_and_values_of_numpy(tmp_path):
+    state = {np.int64(3): np.float32(1), "a": np.float64(2)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items={"data": Torch(state=state)})
+        manager.wait_until_finished()
+        data = Torch()
+
+        manager.restore(items={"data": data})
+
+    assert same(data.values, {"state": state})
+
+
+def test_an_item_may_have_a_long_name(tmp_path):
+    """Up to what a file system takes."""
+    name = "é" * 100
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items={name: np.arange(3)}).result()
+
+        assert manager.restore_items()[name].tolist() == [0, 1, 2]
+
+
 @pytest.mark.multihost
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2)])
 def test_states_of_another_number_of_processes_are_refused(tmp_path, before, after):
@@ -1770,6 +1867,8 @@ def test_metrics_of_any_kind_of_number(tmp_path, processes):
         "np0": np.array(7),
         "jax": jax.jit(lambda x: x * 2)(jnp.float32(1.5)),
         "bf16": jnp.bfloat16(2.5),
+        "int4": np.array(3, jnp.int4),
+        "np bool": np.bool_(True),
         "one": jnp.ones((1,)),
         "inf": math.inf,
         "nested": {"eval": [0.5, np.float32(0.25)], "by task": {"a": jnp.float32(2)}, "none": {}},
@@ -1780,6 +1879,8 @@ def test_metrics_of_any_kind_of_number(tmp_path, processes):
         "np0": 7,
         "jax": 3.0,
         "bf16": 2.5,
+        "int4": 3,
+        "np bool": True,
         "one": 1.0,
         "nested": {"eval": [0.5, 0.25], "by task": {"a": 2.0}, "none": {}},
     }
@@ -1839,6 +1940,23 @@ def test_a_function_of_the_metrics_ranks(tmp_path, processes):
 
         assert manager.all_steps() == [2, 4]
         assert manager.best_step() == 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [np.float32, jnp.float32, ml_dtypes.bfloat16, np.int64, lambda loss: loss > 0.2],
+    ids=["numpy", "jax", "bfloat16", "int", "bool"],
+)
+def test_a_function_may_return_any_kind_of_number(tmp_path, kind):
+    """All steps but the best and the newest are deleted."""
+    keep = KeepPolicy(best=1, metric=lambda metrics: kind(metrics["loss"]))
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in {1: 0.125, 2: 7.0, 3: 5.0, 4: 6.0}.items():
+            manager.save(step, {"n": step}, metrics={"loss": loss})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [1, 4]
+        assert manager.best_step() == 1
 
 
 @as_processes

@@ -17,6 +17,7 @@ import uuid
 from collections import OrderedDict
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -223,7 +224,7 @@ scalars = st.one_of(
 )
 keys = st.one_of(
     texts,
-    st.sampled_from(["$tuple", "$dict", "$bytes", "$int", "$array"]),
+    st.sampled_from(["$tuple", "$dict", "$bytes", "$int", "$array", "$scalar"]),
     st.integers(-(2**70), 2**70),
     st.booleans(),
     st.none(),
@@ -245,7 +246,7 @@ def same(a, b):
     """Equal in type and every bit."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, np.ndarray):
+    if isinstance(a, (np.ndarray, np.generic)):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, float):
         return a == b or (math.isnan(a) and math.isnan(b))
@@ -264,8 +265,10 @@ def same(a, b):
 @example({"$int": "5", "a": 1})
 @example({1: 1, "1": 2})
 @example(np.zeros((2, 0, 2**40), np.int8))
+@example({np.int64(3): np.float32(1), np.float64(0.5): np.bool_(True)})
+@example([ml_dtypes.bfloat16(1.5), ml_dtypes.int4(-3), np.array(7)])
 def test_a_state_reads_back(state):
-    """Every Python value and array, through the bytes of JSON, to type, order and every bit."""
+    """Every Python value and those of numpy, through the bytes of JSON, to type and every bit."""
     data = jsontext.dumps(typed_json.encode(state), allow_nan=True)
 
     assert same(typed_json.decode(jsontext.loads(data, file="f"), file="f"), state)
@@ -282,7 +285,6 @@ def test_json_is_what_json_gives_back(state):
 @pytest.mark.parametrize(
     ("state", "read"),
     [
-        (np.float32(1.5), np.array(1.5, np.float32)),
         (np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")),
         (np.arange(6).reshape(2, 3).T, np.ascontiguousarray(np.arange(6).reshape(2, 3).T)),
         (bytearray(b"1"), b"1"),
@@ -290,7 +292,7 @@ def test_json_is_what_json_gives_back(state):
     ],
 )
 def test_what_a_state_may_also_hold(state, read):
-    """Numpy scalars become arrays, arrays lose their byte order; dicts and bytes their class."""
+    """Arrays lose their byte order; dicts and bytes their class."""
     assert same(typed_json.decode(typed_json.encode(state), file="f"), read)
 
 
@@ -311,7 +313,9 @@ def test_what_a_state_may_not_hold(state):
         json_values,
         lambda inner: (
             st.dictionaries(
-                st.sampled_from(["$tuple", "$dict", "$bytes", "$int", "$array"]), inner, max_size=1
+                st.sampled_from(["$tuple", "$dict", "$bytes", "$int", "$array", "$scalar"]),
+                inner,
+                max_size=1,
             )
             | st.tuples(
                 st.sampled_from(["int8", "bool", "bfloat16", "int4", "object", "O", "void8"]),
@@ -332,6 +336,8 @@ def test_what_a_state_may_not_hold(state):
 @example({"$array": ["int8", [0] * 40, ""]})
 @example({"$array": ["float32", [1], "AA=="]})
 @example({"$array": [["int8"], [1], "AA=="]})
+@example({"$scalar": ["float32", [], "AA=="]})
+@example({"$dict": [[{"$scalar": ["int8", [1], "AA=="]}, 1]]})
 def test_a_state_that_nobody_wrote_is_corrupt(value):
     """CorruptCheckpoint that names the file, or some value."""
     assert file_named(typed_json.decode, value) in (None, "the-file")

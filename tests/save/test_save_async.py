@@ -249,6 +249,31 @@ def test_an_interrupted_call_leaves_nothing_that_a_later_save_waits_for(ram_path
     assert n > 20
 
 
+def test_a_save_interrupted_anywhere_gives_its_turn_back(ram_path):
+    """Also after the commit, when the program may already be leaving the save."""
+    path, events = str(ram_path / "a"), [0]
+
+    def look(frame, event, _):
+        if frame.f_code.co_filename.endswith("_save/job.py") and event in ("call", "return"):
+            events[0] -= 1
+            if not events[0]:
+                raise KeyboardInterrupt
+
+    for n in count(1):
+        events[0] = n
+        sys.setprofile(look)
+        try:
+            jaxckpt.save(path, {"n": n}, overwrite=True)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        jaxckpt.save_async(path, {"n": -n}, overwrite=True).result(30)
+        assert jaxckpt.restore(path) == {"n": -n}
+    assert n > 20
+
+
 def test_an_interrupted_save_of_a_manager_is_not_waited_for(ram_path):
     with jaxckpt.CheckpointManager(ram_path / "run", timeout_s=10) as manager:
         for n in count(1):

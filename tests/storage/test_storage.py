@@ -33,7 +33,7 @@ from jaxckpt.storage import (
 )
 from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._local import _give_new_name, temporary_sibling
-from jaxckpt.storage._mounts import Mount
+from jaxckpt.storage._mounts import Mount, device_of, find_mounts
 from jaxckpt.testing import (
     CrashingStorage,
     FailingStorage,
@@ -245,6 +245,39 @@ def test_a_mounted_bucket_is_a_store(tmp_path, mounted, caplog, what, is_bucket)
     assert {one.atomic_rename for one in found} == {not is_bucket}
     assert len(caplog.records) == is_bucket
     assert not is_bucket or "/mnt/a b is a mounted bucket (fuse" in caplog.text
+
+
+# Space, tab, newline and backslash are escaped in the table, but no others.
+BREAKS = pytest.mark.parametrize("text", ["\r", "\x0c", "\x1c", "\x85", "\u2028"], ids=ascii)
+
+
+@BREAKS
+def test_any_character_may_be_in_a_mount_point(text):
+    mount = find_mounts(f"36 20 0:9 / /mnt/a{text}b rw - fuse.s3fs s3fs rw\n")
+
+    assert mount == {os.makedev(0, 9): Mount("fuse.s3fs", f"/mnt/a{text}b")}
+
+
+@BREAKS
+def test_any_character_may_be_in_the_table_of_mounts(tmp_path, mounted, text):
+    mounted(f"fuse.s3fs a{text}b rw")
+
+    assert not locate(tmp_path)[0].atomic_rename
+
+
+@pytest.mark.parametrize("point", ["/mnt/bucket", "/mnt/bucket/runs"])
+def test_a_bucket_whose_program_is_away_is_found(point):
+    """As after a crash of s3fs: the table has the mount, though nothing below it answers."""
+
+    def stat(path):
+        if f"{path}/".startswith(f"{point}/"):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+        return os.stat("/")
+
+    table = {7: Mount("fuse.s3fs", point)}
+
+    assert device_of("/mnt/bucket/runs/1", stat, lambda: table) == 7
+    assert device_of("/mnt/other", stat, lambda: table) == os.stat("/").st_dev
 
 
 def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, mounted):

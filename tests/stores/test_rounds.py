@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt._run.overview import overview
 from jaxckpt.format import names
 from jaxckpt.format.step import decode_record, encode_record
+from jaxckpt.pages.overview import overview
 from jaxckpt.storage import _requests as requests_module
 from jaxckpt.storage import locate
 from tests.commandline import cli

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -15,10 +16,11 @@ import pytest
 
 from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
+from jaxckpt.storage._locks import LeasedLock, steady_s
 from jaxckpt.storage._requests import REQUESTS_AT_ONCE, callers
 from tests.storage_contract import StorageContract
 from tests.stores.clients import Obstore
-from tests.stores.proxy import Answer, Reset
+from tests.stores.proxy import Answer, Delay, Reset
 from tests.stores.servers import ACCOUNT
 
 _numbers = itertools.count()
@@ -230,6 +232,148 @@ def test_a_deletion_is_sent_again_only_after_a_check(gcs_server, proxied):
     assert storage.kind(path) == "file"
 
 
+@pytest.mark.parametrize(("found", "writes"), [({}, 1), ({"last_modified": None}, 2)])
+def test_a_lease_that_an_earlier_try_renewed_is_not_counted_from_this_one(found, writes):
+    """It has the time of its write then, and so is soon renewed again."""
+    versions = []
+
+    def write(*_, **__):
+        versions.append(found | {"e_tag": str(len(versions))})
+        return versions[-1]
+
+    lease = LeasedLock("s3://bucket/lock", 600, {"e_tag": "0"}, write, asked_s=steady_s() - 500)
+
+    assert lease.renew()
+    assert lease.goes_on()
+    assert len(versions) == writes
+
+
+def test_a_lease_is_renewed_again_whatever_went_wrong():
+    def write(*_, **__):
+        raise RuntimeError("a panic of the client")
+
+    lease = LeasedLock("s3://bucket/lock", 600, {"e_tag": "0"}, write, asked_s=steady_s())
+    lease.due_s = math.inf  # as while it is being renewed
+
+    lease.keep()
+
+    assert lease.due_s < math.inf
+
+
+# --- a store that answers that something else is under way -------------------------------------
+
+
+@pytest.fixture
+def tested(server, proxied):
+    """A storage whose store has been tested, a path in it, and the proxy before it."""
+    behind, proxy = proxied(server)
+    url = f"{behind.scheme}://{behind.bucket}"
+    use_store(url, settings(behind, lease_s=3600))  # no lock is renewed in the background
+    storage, path = locate(f"{url}/here")
+    storage.create(f"{url}/other", b"1")
+    return storage, path, proxy
+
+
+def refuse_once(proxy, status):
+    return proxy.add(Answer(status), method="PUT", path="/here", times=1)
+
+
+def test_a_create_that_conflicts_is_sent_again(tested):
+    storage, path, proxy = tested
+    fault = refuse_once(proxy, 409)
+
+    assert storage.create(path, b"1")
+    assert fault.done == 1
+    assert storage.read(path, max_bytes=LIMIT) == b"1"
+
+
+def test_a_create_that_conflicts_with_another_writer_has_lost(tested):
+    storage, path, proxy = tested
+    storage.write(path, b"another writer's")
+    fault = refuse_once(proxy, 409)
+
+    assert not storage.create(path, b"1")
+    assert fault.done == 1
+
+
+def test_a_write_that_conflicts_is_sent_again(tested):
+    storage, path, proxy = tested
+    fault = refuse_once(proxy, 409)
+
+    storage.write(path, b"1")
+
+    assert fault.done == 1
+    assert storage.read(path, max_bytes=LIMIT) == b"1"
+
+
+def test_a_lock_that_conflicts_is_taken(tested):
+    """At a file that is there, and not held."""
+    storage, path, proxy = tested
+    storage.write(path, b"1")
+    fault = refuse_once(proxy, 409)
+
+    hold = storage.hold(path)
+
+    assert fault.done == 1
+    assert hold is not None
+    hold.release()
+
+
+def test_a_renewal_that_conflicts_keeps_the_lock_and_does_not_count(tested):
+    """The next one does."""
+    storage, path, proxy = tested
+    hold = storage.hold(path)
+    before_s = hold._asked_s
+    fault = refuse_once(proxy, 409)
+
+    assert hold.renew()
+    assert (fault.done, hold._asked_s) == (1, before_s)
+    assert hold.renew()
+    assert hold._asked_s > before_s
+    hold.release()
+
+
+@pytest.mark.parametrize("server", ["gcs_server"], indirect=True)
+def test_a_renewal_whose_answer_is_lost_does_not_count_from_the_next(tested):
+    """Which is refused and finds the first one's object, where a version is not a hash of bytes."""
+    storage, path, proxy = tested
+    hold = storage.hold(path)
+    before_s = hold._asked_s
+    proxy.add(Reset(applied=True), method="PUT", path="/here")
+
+    with pytest.raises(StoreError):
+        hold.renew()
+    proxy.heal()
+
+    assert hold.renew()
+    assert hold._asked_s == before_s
+    hold.release()
+
+
+def test_a_plain_write_that_is_refused_by_a_condition_is_told(tested):
+    """Not by an error of the client's own."""
+    storage, path, proxy = tested
+    refuse_once(proxy, 412)
+
+    with pytest.raises(StoreError, match=r"cannot write.*412"):
+        storage.write(path, b"1")
+
+
+def test_a_local_file_that_is_gone_during_an_upload_is_named(server, root):
+    """Not as an object that does not exist."""
+    storage, path = locate(f"{root}/large")
+
+    def pieces():
+        yield bytes(20 << 20)
+        raise FileNotFoundError(2, "No such file or directory", "/local/file")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        storage.write(path, pieces())
+
+    assert caught.value.filename == "/local/file"
+    assert storage.kind(path) is None
+
+
 # --- what a store must be able to do -----------------------------------------------------------
 
 
@@ -245,6 +389,21 @@ def test_a_store_without_conditional_writes_is_refused(rclone_server, use_store,
     monkeypatch.setenv("JAXCKPT_SINGLE_WRITER", "1")
     storage, path = locate(f"{url}/f")
     assert storage.create(path, b"1")
+
+
+def test_a_slow_write_makes_no_lock_look_old(server, proxied):
+    """The store's clock is told by when a write was answered, not by when it was sent."""
+    behind, proxy = proxied(server)
+    url = f"{behind.scheme}://{behind.bucket}"
+    use_store(url, settings(behind))
+    storage, path = locate(f"{url}/f")
+    numbers = itertools.count()
+    fault = proxy.add(Delay(3.0), method="PUT", when=lambda _: next(numbers) == 2)  # a replacement
+
+    storage.create(path, b"1")
+
+    assert fault.done == 1
+    assert storage._clock < time.time() - steady_s() + 1  # the store's times have whole seconds
 
 
 @pytest.mark.parametrize("number", range(5))

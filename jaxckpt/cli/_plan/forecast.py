@@ -22,11 +22,11 @@ from functools import partial
 from typing import Final
 
 from jaxckpt._run.config import LocalTier
-from jaxckpt._run.goodput import best_interval_s, expected
 from jaxckpt._run.schedule import Costs, job_mtbf_s
 from jaxckpt.cli._plan.cluster import Cluster
 from jaxckpt.cli._plan.loads import BUDGET_BYTES, HostLoads, Load
 from jaxckpt.cli._plan.tree import PlannedTree
+from jaxckpt.pages.goodput import best_interval_s, expected
 
 # The steps that a local tier keeps, and the one that is being saved.
 KEPT_STEPS: Final = (LocalTier("/").keep.last or 0) + 1

@@ -53,17 +53,26 @@ class Done(AsyncResponse):
 
 
 class SaveResponse(AsyncResponse):
-    """A save in the background."""
+    """A save in the background; calls `wait` after its commit, or `failed`."""
 
     def __init__(
-        self, handle: SaveHandle, value: Any = None, wait: Callable[[], object] = lambda: None
+        self,
+        handle: SaveHandle,
+        value: Any = None,
+        wait: Callable[[], object] = lambda: None,
+        failed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.handle, self._value, self._wait = handle, value, wait
+        self.handle, self._value, self._wait, self._failed = handle, value, wait, failed
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits until the checkpoint is committed; raises the error of the save."""
-        with translated():
-            self.handle.result(timeout)
+        try:
+            with translated():
+                self.handle.result(timeout)
+        except BaseException:
+            if self.handle.done():
+                self._failed()
+            raise
         self._wait()
         return self._value
 

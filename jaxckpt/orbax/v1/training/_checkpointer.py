@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+from dataclasses import replace
 from typing import Any, final
 
 from etils import epath
 
 from jaxckpt import SaveFailed
-from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.facts import run_metadata
 from jaxckpt._run.manager import saver_of
+from jaxckpt._save.save import prepare, start
 from jaxckpt.orbax import policies
 from jaxckpt.orbax._handling import on_commit
 from jaxckpt.orbax._run import Run
@@ -175,29 +176,37 @@ class Checkpointer(Run):
         saver = saver_of(writer)
         if saver.decide(step, force=force).save:
             saver.worker.finish()  # `save` raises the errors, in every process
-        handle = writer.save(step, items, force=force, **more)
+        try:
+            handle = writer.save(step, items, force=force, **more)
+        except BaseException:
+            self.reload()  # an earlier save may have failed, whose step is none
+            raise
         if handle is None:
             return None
         self._count(handle, step, metrics)
         self._discount()
-        return SaveResponse(handle, value=True, wait=self._finish)
+        return SaveResponse(handle, value=True, wait=self._finish, failed=self.reload)
 
     def _save_earlier(
         self, step: int, items: Any, metrics: Any, custom_metadata: Any
     ) -> AsyncResponse:
         """Replaces a step at once, or adds one below the newest, which a manager does not."""
         self.wait()
-        if self._writer is not None:
-            self._writer.close()  # it knows the step as it was
-        handle = start_checkpoint(
-            self._path(step),
-            _saving.with_metrics(items, metrics),
-            overwrite=_saving.replaces(step in self._steps),
-            custom_metadata=custom_metadata,
-        )
+        saver, replaces = saver_of(writer := self._open()), _saving.replaces(step in self._steps)
+        if not saver.position.is_owned:
+            saver.position.join(step)
+        items = _saving.with_metrics(items, metrics)
+        request = prepare(self._path(step), items, replaces, custom_metadata, copy=True)
+        problem = None
+        try:
+            saver.fence()
+            writer.close()  # it knows the step as it was
+        except Exception as error:  # raised in every process
+            problem = error
+        handle = start(replace(request, fence=saver.fence, problem=problem))
         on_commit(handle, self._context.asynchronous.post_finalization_callback)
         self._count(handle, step, metrics)
-        return SaveResponse(handle, value=True)
+        return SaveResponse(handle, value=True, failed=self.reload)
 
     def cancel(self, step: Any = None) -> None:
         """Ends the save under way without a commit, and deletes a step."""
@@ -290,7 +299,7 @@ class Checkpointer(Run):
     def wait(self) -> None:
         """Waits until all saves have ended."""
         for handle in self._saves[-1:]:  # errors of earlier saves have been raised
-            SaveResponse(handle).result()
+            SaveResponse(handle, failed=self.reload).result()
         self._finish()
 
     def close(self) -> None:

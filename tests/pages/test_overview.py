@@ -18,9 +18,9 @@ import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound
 from jaxckpt._run import index as index_module
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.overview import look, overview
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
+from jaxckpt.pages.overview import look, overview
 from jaxckpt.storage import LocalStorage, PathIn, listed, locate
 from jaxckpt.testing import WatchedStorage
 from tests.golden.fixture import golden_names
@@ -277,7 +277,7 @@ def test_a_link_to_a_root_is_followed(root, ram_path):
 def test_neither_jax_nor_tensorstore_is_imported(root):
     """In a process of its own."""
     code = (
-        "import sys; from jaxckpt._run.overview import overview; "
+        "import sys; from jaxckpt.pages.overview import overview; "
         f"steps = overview({str(root)!r}).steps; "
         "print(len(steps), {'jax', 'tensorstore', 'ml_dtypes'} & {*sys.modules})"
     )

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Final
 
 from jaxckpt._core.text import counted, duration
-from jaxckpt._run.schedule import PRIOR_MTBF_S, Costs, SavePolicy
-from jaxckpt.format.ledger import CLOSED, FAILED, NOT_CLOSED, WENT_BACK, Start
+from jaxckpt._run.ledger import ENOUGH, failures, learned_mtbf_s
+from jaxckpt._run.schedule import Costs, SavePolicy
+from jaxckpt.format.ledger import CLOSED, NOT_CLOSED, WENT_BACK, Start
 
 LOST: Final = "killed or lost"
 _RUNNING: Final = "running or killed"
 _ON_PURPOSE: Final = (CLOSED, NOT_CLOSED, WENT_BACK)
-_ENOUGH: Final = 3  # failures, from which the mean time between them is used
 _NOTABLE: Final = 0.001  # a gain in goodput
 
 
@@ -74,30 +74,13 @@ def account(starts: Sequence[Start]) -> Account:
         blocked_s=blocked_s,
         restore_s=restore_s,
         steps_lost=sum(part.lost for part in parts),
-        failures=len(_failures(starts)),
+        failures=len(failures(starts)),
         mtbf_s=learned_mtbf_s(starts),
         ends=Counter(part.end for part in parts),
         goodput=kept_s / wall_s if trained_s and wall_s else None,
         costs=costs,
         interval_s=trained_s / saves if saves and trained_s else None,
     )
-
-
-def learned_mtbf_s(starts: Sequence[Start]) -> float:
-    """Returns the mean time between failures of the job, a fixed one until there were three.
-
-    A failure is an end that nobody asked for, after a step was trained; a start that was preempted
-    has none, if its last save was committed. The time is that in which starts were known to run.
-    """
-    failures = len(_failures(starts))
-    ran_s = sum(max(0.0, start.seen_s - start.opened_s) for start in starts)
-    return ran_s / failures if failures >= _ENOUGH and ran_s else PRIOR_MTBF_S
-
-
-def _failures(starts: Sequence[Start]) -> list[Start]:
-    """Returns the starts that failed; that of a start without an end is known from the next."""
-    ended = [*starts[:-1], *(one for one in starts[-1:] if one.end)]
-    return [s for s in ended if s.first is not None and (not s.end or s.end.startswith(FAILED))]
 
 
 def _parts(starts: Sequence[Start]) -> list[Part]:
@@ -189,7 +172,7 @@ def _advice(found: Account) -> list[str]:
     """Describes what would raise the goodput, by arithmetic from what was measured."""
     if not found.interval_s or not found.costs.blocked_s:
         return []
-    known = "" if found.failures >= _ENOUGH else ", assumed until three failures"
+    known = "" if found.failures >= ENOUGH else ", assumed until three failures"
     mtbf = f"with an MTBF of {duration(found.mtbf_s)}{known}"
     best_s, goodput_at = (
         best_interval_s(found.costs, found.mtbf_s),

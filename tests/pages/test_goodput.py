@@ -8,7 +8,9 @@ import random
 
 import pytest
 
-from jaxckpt._run.goodput import (
+from jaxckpt._run.schedule import PRIOR_MTBF_S, Costs
+from jaxckpt.format.ledger import CLOSED, FAILED, PREEMPTED, WENT_BACK, Start
+from jaxckpt.pages.goodput import (
     Account,
     account,
     best_interval_s,
@@ -16,8 +18,6 @@ from jaxckpt._run.goodput import (
     expected,
     learned_mtbf_s,
 )
-from jaxckpt._run.schedule import PRIOR_MTBF_S, Costs
-from jaxckpt.format.ledger import CLOSED, FAILED, PREEMPTED, WENT_BACK, Start
 
 
 def start(opened_s, seen_s, began, reached, saved, end="", **facts):
