@@ -15,6 +15,7 @@ import pytest
 import jaxckpt
 from jaxckpt._run import ledger as ledger_module
 from jaxckpt._run.manager import saver_of
+from jaxckpt._run.schedule import PRIOR_MTBF_S
 from jaxckpt.errors import StoreError
 from jaxckpt.format import names
 from jaxckpt.format.ledger import (
@@ -26,7 +27,7 @@ from jaxckpt.format.ledger import (
     decode_ledger,
     encode_ledger,
 )
-from jaxckpt.pages.goodput import PRIOR_MTBF_S, account
+from jaxckpt.pages.goodput import account
 from jaxckpt.storage import LocalStorage, PathIn
 from jaxckpt.testing import WatchedStorage, simulate
 from tests.commandline import cli
