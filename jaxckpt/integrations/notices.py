@@ -62,7 +62,7 @@ def aws(url: str = _LINK_LOCAL) -> Notice:
             token["value"] = _ask(f"{url}/latest/api/token", wanted, method="PUT")
             token["until_s"] = time.monotonic() + _TOKEN_S / 2
         headers = {"X-aws-ec2-metadata-token": str(token["value"])}
-        until_s, token["until_s"] = token["until_s"], 0.0  # after an error, with a new token
+        until_s, token["until_s"] = token["until_s"], 0.0  # so that a new token follows an error
         told = _ask(f"{url}/latest/meta-data/spot/instance-action", headers)
         token["until_s"] = until_s
         return None if told is None else _left_s(json.loads(told)["time"])

@@ -149,7 +149,7 @@ class Run(Closing):
 
     @contextlib.contextmanager
     def _reloading(self) -> Iterator[None]:
-        """Raises errors as Orbax does, and looks at the directory again: a failed step is none."""
+        """Raises errors as Orbax does, and lists the directory again, without failed steps."""
         try:
             with _handling.as_raised():
                 yield

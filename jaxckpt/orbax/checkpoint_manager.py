@@ -158,7 +158,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
                 more = {"metrics": metrics, "custom_metadata": custom_metadata}
                 handle = self._open().save(step, stored, force=bool(force), **more)
         except BaseException:
-            self.reload()  # the step of that save is none
+            self.reload()  # forget the step of that save
             raise
         if handle is None:
             return False

@@ -76,7 +76,7 @@ class LeasedLock(Hold):
                 asked_s = steady_s()
                 self._version = self._write(self._version, held=True, tries=1)
                 if self._version is None or "last_modified" not in self._version:
-                    self._asked_s = asked_s  # else an earlier try has written it, who knows when
+                    self._asked_s = asked_s  # else an earlier try wrote it, at an unknown time
             return self._version is not None
 
     def goes_on(self) -> bool:

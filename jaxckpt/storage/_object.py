@@ -274,7 +274,7 @@ class ObjectStorage(WithoutDirectories):
                 except FileNotFoundError:
                     if not is_conflict(error):
                         return None
-                raise  # nothing is there: asked again, the store may do it
+                raise  # the object does not exist, so try again
 
         try:
             return self.requests.change("create", path, put)
@@ -453,7 +453,7 @@ class ObjectStorage(WithoutDirectories):
             return "it created an object that existed", 0.0
         if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
-        now_s = steady_s()  # after the write: a clock that is late takes no live lease for over
+        now_s = steady_s()  # after the write, so that no live lease seems to be over
         try:
             clock = self._head(file)["last_modified"].timestamp() - now_s
         except FileNotFoundError:

@@ -179,7 +179,7 @@ class Checkpointer(Run):
         try:
             handle = writer.save(step, items, force=force, **more)
         except BaseException:
-            self.reload()  # an earlier save may have failed, whose step is none
+            self.reload()  # an earlier save may have failed: forget its step
             raise
         if handle is None:
             return None
