@@ -6,6 +6,7 @@ import io
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,14 @@ from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage import Entry, Storage
 
 _LIMIT = 1 << 20
+
+
+class _Interrupting(dict[str, int]):
+    """Raises KeyboardInterrupt once its first item was used."""
+
+    def items(self) -> Any:
+        yield next(iter(super().items()))
+        raise KeyboardInterrupt
 
 
 class StorageContract:
@@ -270,6 +279,8 @@ class StorageContract:
                 storage.link_all(f"{root}/from", f"{root}/none", bad)
         with pytest.raises(FileNotFoundError):
             storage.link_all(f"{root}/from", f"{root}/none", {"a": 3})
+        with pytest.raises(KeyboardInterrupt):
+            storage.link_all(f"{root}/from", f"{root}/none", _Interrupting({"a": 2, "b": 2}))
         assert storage.files(f"{root}/none") == {}
         assert storage.read(f"{root}/to/new/d/b", max_bytes=_LIMIT) == b"12"
         assert [*storage.files(f"{root}/to/new")] == ["a", "d/b"]

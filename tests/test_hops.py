@@ -136,9 +136,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1734, 11, 20),
-    "manager open + save": (3976, 16, 41),
-    "open + save, local": (6430, 18, 130),
+    "save again": (1747, 11, 20),
+    "manager open + save": (4000, 16, 41),
+    "open + save, local": (6454, 18, 130),
     "restore(path, like)": (2278, 14, 8),
     "manager.restore(like)": (2746, 18, 10),
     "open": (608, 10, 5),
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (832, 441),
     "_convert": (1054, 696),
-    "_core": (2661, 1679),
-    "_disk": (5090, 3570),
+    "_core": (2677, 1692),
+    "_disk": (5117, 3589),
     "_inspect": (1165, 789),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
-    "_run": (9554, 6642),
-    "_save": (2325, 1613),
-    "cli": (4573, 3288),
+    "_run": (9660, 6704),
+    "_save": (2381, 1658),
+    "cli": (4606, 3313),
     "format": (3331, 2198),
     "integrations": (459, 250),
-    "multihost": (995, 638),
-    "orbax": (6152, 3758),
+    "multihost": (1011, 648),
+    "orbax": (6155, 3761),
     "pages": (2471, 1764),
-    "storage": (4109, 2765),
+    "storage": (4125, 2779),
     "testing": (1060, 703),
 }
 

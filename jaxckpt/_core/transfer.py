@@ -56,6 +56,22 @@ def sources_of(
     return tuple(sources)
 
 
+def whole_sources(
+    values: Sequence[jax.Array | np.ndarray[Any, Any]],
+    dtypes: Sequence[np.dtype[Any]],
+    plan: SavePlan,
+    arrays: Sequence[int],
+) -> tuple[Shard, ...]:
+    """Returns some arrays, by index, each as one shard: arrays that this process has whole."""
+    found = []
+    for i in arrays:
+        box, stored = _box.whole(values[i].shape), dtype_of(plan.stored[i].dtype)
+        found += [
+            Shard(i, *facts) for facts in _sources(values[i], [(box, box)], dtypes[i], stored)
+        ]
+    return tuple(found)
+
+
 def _sources(value: Any, chunks: Chunks, *dtypes: np.dtype[Any]) -> list[tuple[Any, ...]]:
     """Returns the fields after the first of the shards with these chunks of an array."""
     import jax

@@ -13,7 +13,8 @@ from functools import partial
 from typing import ClassVar, final
 
 from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Files, Work, read_small, warn
-from jaxckpt.errors import SaveFailed, StoreError
+from jaxckpt._disk.found import record_at
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StoreError
 from jaxckpt.format import names
 from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file, listing, together
 
@@ -179,21 +180,43 @@ class MarkerCommit(Attempts):
             ) from error
 
     def _is_finished(self, token: str) -> bool:
-        """Returns whether the next writer found an attempt committed; takes it back if not.
+        """Returns whether the next writer left an attempt committed; takes it back if not.
 
-        The next writer then removed no more than the writer's file, which goes last elsewhere.
+        Looks with the lock, since the next writer may be finding it committed.
+
+        Raises:
+            StoreError: the next writer has the lock.
         """
-        files = (names.COMMIT_MARKER, names.WRITER, names.RECORD)
-        marker, owner, record = (read_small(self.storage, f"{self.path}/{f}") or "" for f in files)
-        if marker and token not in marker:  # another attempt's by now
+
+        def is_there() -> bool:
+            return token in (read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}") or "")
+
+        if not is_there():  # it is gone, or another attempt's by now
             return False
-        if marker and token in record and owner in ("", _COMMITTED):
-            return True
-        self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
+        writer = read_small(self.storage, f"{self.path}/{names.WRITER}") or ""
+        with self._taken(by_force=False) as mine:
+            if mine is None:
+                raise StoreError("another writer looks at it just now", code=errno.EBUSY)
+            # Requests of a writer that has left its file there may still delete others.
+            is_finished = writer in ("", _COMMITTED) and self._is_whole(token)
+            takes_back = not is_finished and is_there()
+            mine._delete([names.COMMIT_MARKER if takes_back else names.WRITER])
+        return is_finished
+
+    def _is_whole(self, token: str) -> bool:
+        """Returns whether the marker and all files of an attempt are there."""
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
+            record, there = record_at(self.storage, self.path), self.storage.files(self.path)
+            if names.COMMIT_MARKER not in there:
+                return False
+            sizes = ((there.get(file), facts.size) for file, facts in record.files.items())
+            return record.token == token and all(entry == ("file", size) for entry, size in sizes)
         return False
 
     def abort(self, token: str, *, published: bool) -> None:
-        """Removes the files of an attempt, whose `publish` may have raised."""
+        """Removes the files of an attempt, unless its marker may still arrive."""
+        if published:
+            return
         files = [*self.storage.files(self.path)]  # before the look whose they are
         if read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
             return
@@ -330,12 +353,14 @@ class Claim:
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.hold: Hold | None = None
+        self._is_left = False  # whether the caller no longer needs it
         self._storage, self._path, self._file = storage, path, f"{path}/{names.WRITER}"
 
     def __enter__(self) -> Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_left = True
         with contextlib.suppress(OSError):
             if self.hold is not None:
                 self.end()
@@ -351,6 +376,8 @@ class Claim:
         if self._storage.parallel_writes:
             mine = secrets.token_hex(8).encode()
             self.hold = self._storage.hold(self._file, mine, new=True)
+            if self._is_left:  # by an interrupt, while this thread waited for the store
+                self.__exit__()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Hold | None]:

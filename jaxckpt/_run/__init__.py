@@ -42,6 +42,7 @@ A local tier in front of the directory:
     peers        where else there may be steps of this run
     disks        what the disk of a process has of a step, for other processes
     coverage     a step restored from the disks of all hosts together
+    scratch      the copies of a step that a process makes for that
     upload       a step copied to another root
     uploader     the thread that uploads for a manager, and which step is next
     sender       sends one step, or the part of it on this disk

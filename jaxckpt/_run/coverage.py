@@ -6,21 +6,17 @@ choose       each process reports which of them it has, checked; one of these se
 fetch        chunks that none has are copied from a peer, or else from the directory, each by one
              process, which then has them
 carry        XLA adds up what the processes send, with zeros for the rest
-read         from a copy beside the share: links to its files, and files with what has come
+read         from a copy beside the share that has what has come: `scratch`
 
-The shares stay as they are. The copy is in a temporary directory, which goes after the restore; if
-the process dies, the next job removes it. If a chunk is nowhere, nothing is sent.
+The shares stay as they are. If a chunk is nowhere, nothing is sent.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import posixpath
-import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, final
@@ -30,26 +26,20 @@ import numpy as np
 
 from jaxckpt._core.spread import grouped
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk.attempt import Work
-from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found, NotHere, Wanted, check_sizes
-from jaxckpt._disk.places import Table, unite
-from jaxckpt._disk.transaction import Transaction, begin
+from jaxckpt._disk.found import NotHere, Wanted
+from jaxckpt._disk.transaction import Transaction
 from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._restore.turn import in_turn
 from jaxckpt._run.copies import Saved, latest
-from jaxckpt._run.disks import Disk, Entry, Outline, choose, decode_outline, read_entry
+from jaxckpt._run.disks import Disk, Entry, choose, read_entry
 from jaxckpt._run.identity import newest_saved, saved_at
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import Root
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
-from jaxckpt.format import names
-from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place
+from jaxckpt._run.scratch import FAILURES, Scratch
+from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.multihost import Json, Processes, meet
-from jaxckpt.storage import together
 
-_FAILURES: Final = (CheckpointError, OSError, ValueError)
 _MOST_TOLD: Final = 8  # processes in a message
 
 
@@ -65,37 +55,21 @@ class Coverage:
     processes: Processes
     budget_bytes: int
     timeout_s: float
-    index: StepIndex = field(init=False)  # where this process reads the step
-    come: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
+    sent: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
     copied: list[int] = field(default_factory=lambda: [0, 0])  # from elsewhere, by all processes
-    _disks: list[Disk] = field(default_factory=list)  # its own, other shares there, copies
-    _has_own: bool = False  # whether this process's disk has the step
-    _save: str = ""  # that the step is of
-    _outline: Outline = field(init=False)
-    _scratch: str = field(init=False)
-    _copies: int = 0
-    is_damaged: bool = False  # whether this disk may have bad chunks or files
+    scratch: Scratch = field(init=False)
     _needs: set[Wanted] = field(default_factory=set)
     _lacks: set[Wanted] = field(default_factory=set)
-    _came: dict[Wanted, Entry] = field(default_factory=dict)
-    _fetched: dict[Wanted, Entry] = field(default_factory=dict)  # checked copies from elsewhere
     _asked: set[Wanted] = field(default_factory=set)  # elsewhere
-    _attempts: list[Transaction] = field(default_factory=list)
     _who: str = ""  # the processes without the step
 
     def __enter__(self) -> Coverage:
-        path = self.share.path(self.step)
-        name = names.temporary(posixpath.basename(path), secrets.token_hex(8))
-        self._scratch = f"{self.share.root}/{name}"
+        part = self.processes.index, self.processes.count
+        self.scratch = Scratch(share=self.share, here=self.peers.here, step=self.step, part=part)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for attempt in self._attempts:
-            attempt.release()
-        try:
-            self.share.storage.delete(self._scratch)
-        except OSError as error:
-            self.share.warn(f"{self._scratch} cannot be removed now: {error}")
+        self.scratch.close()
 
     def introduce(self) -> str | None:
         """Lets every process read the step as if its disk had none of the chunks.
@@ -103,78 +77,43 @@ class Coverage:
         Returns:
             A problem, alike in all processes; None if they can.
         """
-        path, first = self.share.path(self.step), None
-        self._look()
-        for disks in (self._disks, None):
+        mine, first = self.scratch, None
+        mine.look()
+        for disks in (mine.disks, None):
             if disks is None:  # no disk has it, so one process asks the peers
                 roots = self.peers.having(self.step) if self.processes.index == 0 else ()
-                disks = self._open(roots, failed=self.peers.leave)
-            saves = [[disk.found.origin, self._life(disk)] for disk in disks]
-            own = saves[0][0] if self._has_own else None
-            mine: Any = [socket.gethostname(), own, saves, self._lives()]
-            first, self._who, why, save = self._gather("disks", mine, _first)
+                disks = mine.open(roots, failed=self.peers.leave)
+            saves = [[disk.found.origin, _life(self.step, disk)] for disk in disks]
+            own = saves[0][0] if mine.has_own else None
+            told: Any = [socket.gethostname(), own, saves, self._lives()]
+            first, self._who, why, save = self._gather("disks", told, _first)
             if why is not None:
                 return self._unusable(why)
             if first is not None:
                 break
         if first is None or jax.process_count() != self.processes.count:
             return self._unusable("no disk has what is alike in all parts")
-        self._save = save
+        mine.save = save
         outline = next((disk.outline for disk in disks if disk.found.origin == save), None)
-        self._disks = [disk for disk in self._disks if disk.found.origin == save]
+        mine.disks = [disk for disk in mine.disks if disk.found.origin == save]
         if self._who:
             is_first = self.processes.index == first
             given = base64.b64encode(outline or b"").decode() if is_first else None
             sent = self._gather("outline", given, lambda all_: all_[first])
             outline = outline or base64.b64decode(sent)
         assert outline is not None
-        return self._together("introduced", partial(self._make_first, outline, path))
-
-    def _look(self) -> None:
-        """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
-        self._disks = self._open([self.share])
-        self._has_own = bool(self._disks)
-        try:
-            self.is_damaged = not self._has_own and self.step in self.share.steps()
-            for disk in self._disks:
-                check_sizes(disk.found)
-        except _FAILURES:
-            self.is_damaged = True
-        self._disks += self._open(self.peers.here)
-
-    def _open(
-        self,
-        roots: Iterable[StepIndex],
-        failed: Callable[[StepIndex, Exception], object] = lambda *_: None,
-    ) -> list[Disk]:
-        """Returns the step in those roots that have it whole enough to read."""
-        disks = []
-        for index in roots:
-            try:
-                disks.append(Disk(find(index.storage, index.path(self.step))))
-            except _FAILURES as error:
-                failed(index, error)
-        return disks
-
-    def _life(self, disk: Disk) -> Saved:
-        """Returns how the run got to the step on a disk."""
-        record = disk.found.record
-        return Saved.of(self.step, None if record is None else record.life)
+        return self._together("introduced", partial(mine.make_first, outline))
 
     def _lives(self) -> list[Saved]:
         """Returns how the run got to the newest steps, as far as is readable."""
         lives = []
-        with contextlib.suppress(*_FAILURES):  # of a damaged record nothing is known
+        with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
             lives += [saved_at(self.share, number) for number in self.share.steps()[-1:]]
         if self.peers and self.processes.index == 0:  # their steps were not compared with these
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
                 lives += [newest] if newest is not None else []
         return lives
-
-    def _make_first(self, outline: bytes, path: str) -> None:
-        self._outline = decode_outline(outline, f"{path}/{names.RECORD}")
-        self._commit(self._begin(), {})
 
     def complete(self, error: Exception | None) -> str | None:
         """Lets every process read what it lacked in its last try.
@@ -185,20 +124,21 @@ class Coverage:
         Returns:
             A problem, alike in all processes; None if another try may succeed.
         """
+        mine = self.scratch
         asks = {*error.wanted} - self._needs if isinstance(error, NotHere) else set()
-        is_suspect = isinstance(error, CorruptCheckpoint) and not self.is_damaged
+        is_suspect = isinstance(error, CorruptCheckpoint) and not mine.is_damaged
         self._needs |= asks
-        self.is_damaged |= is_suspect
+        mine.is_damaged |= is_suspect
         while True:
-            here = self._entries(self._needs, checks=self.is_damaged)
-            self._lacks = self._needs - {*here, *self._came}
+            here = mine.entries(self._needs, self.budget_bytes if mine.is_damaged else 0)
+            self._lacks = self._needs - here.keys()
             told: Any = [socket.gethostname(), sorted(self._lacks, key=str)]
             told += [bool(asks) or is_suspect, self.budget_bytes]
             keys, who, goes_on, self.budget_bytes = self._gather("lacks", told, _united)
             if not goes_on:
                 return self._unusable(f"it cannot be read: {error}")
             union: list[Wanted] = [(item, key) for item, key in keys]
-            have = self._entries({*union}, checks=True)
+            have = mine.entries({*union}, self.budget_bytes)
             sizes = [list(have[one].sizes) if one in have else [0, 0] for one in union]
             chosen = self._gather("chunks", sizes, choose)
             missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
@@ -217,7 +157,7 @@ class Coverage:
         elsewhere = f"{'at peers or ' if self.peers.urls else ''}in {self.directory.index.root}"
         told = [
             f"{counted(count, 'chunk')} of {size_text(size)} were {how}"
-            for count, size, how in ((*self.come, "sent"), (*self.copied, f"read {elsewhere}"))
+            for count, size, how in ((*self.sent, "sent"), (*self.copied, f"read {elsewhere}"))
             if count or how == "sent"
         ]
         lacked = f": {self._who}" if self._who else ""
@@ -227,14 +167,6 @@ class Coverage:
     def _unusable(self, why: str) -> str:
         who = f"{self._who}, and " if self._who else ""
         return f"step {self.step} on the local disks cannot be used: {who}{why}"
-
-    def _entries(self, wanted: AbstractSet[Wanted], *, checks: bool) -> dict[Wanted, Entry]:
-        found = {one: self._fetched[one] for one in wanted & self._fetched.keys()}
-        for disk in self._disks:
-            with contextlib.suppress(*_FAILURES):  # other disks may have them
-                budget = self.budget_bytes if checks else 0
-                found |= disk.entries(wanted - found.keys(), budget)
-        return found
 
     # --- fetching --------------------------------------------------------------------------------
 
@@ -246,10 +178,9 @@ class Coverage:
         for index in self._elsewhere() if mine else ():
             if wanted := mine - got.keys():
                 try:
-                    got |= self._copy(index, wanted)
-                except _FAILURES as error:
+                    got |= self.scratch.fetch(index, wanted, self.budget_bytes)
+                except FAILURES as error:
                     self.peers.leave(index, error)
-        self._fetched |= got
         told = [len(got), sum(entry.sizes[0] for entry in got.values())]
         came = self._gather("fetched", told, lambda given: [*map(sum, zip(*given, strict=True))])
         self.copied = [self.copied[0] + came[0], self.copied[1] + came[1]]
@@ -260,25 +191,6 @@ class Coverage:
         yield from self.peers.having(self.step)
         if self.step in (self.directory.known_steps() or ()):
             yield self.directory.index
-
-    def _copy(self, index: StepIndex, wanted: AbstractSet[Wanted]) -> dict[Wanted, Entry]:
-        """Copies chunks from another root to this disk; returns those that are good."""
-        step = Disk(find(index.storage, index.path(self.step)))
-        there = step.entries(wanted, 0) if step.found.origin == self._save else {}
-        attempt, came = self._begin(), dict[Wanted, Entry]()
-        sizes = [sum(entry.sizes) for entry in there.values()]
-        for group in grouped([*there.items()], sizes, self.budget_bytes // 8):
-            data = together(
-                index.storage, [partial(read_entry, index.storage, entry) for _, entry in group]
-            )
-            some = [(one, entry.sizes[0], x) for (one, entry), x in zip(group, data, strict=True)]
-            came |= self._keep(attempt, some)
-        self._commit(attempt, came)
-        copied = Disk(find(attempt.storage, attempt.path))
-        good = copied.entries(came.keys(), self.budget_bytes)
-        for _, key in came.keys() - good.keys():
-            self.share.report(f"{index.path(self.step)} is damaged: chunk {key!r}")
-        return good
 
     # --- carrying --------------------------------------------------------------------------------
 
@@ -292,10 +204,10 @@ class Coverage:
         """Sends chunks, and makes the copy that has them."""
         attempt, problem, mesh = None, None, one_each(self.processes, jax.devices())
         try:
-            attempt = self._begin()
+            attempt = self.scratch.begin()
             if mesh is None:  # alike in all
                 raise ValueError("a process has no device")
-        except _FAILURES as error:
+        except FAILURES as error:
             problem = error
         totals = [size + tail for _, size, tail in chosen]
         for group in grouped(range(len(union)), totals, self.budget_bytes // 8):
@@ -324,7 +236,7 @@ class Coverage:
             if problem is not None:
                 raise problem
             assert attempt is not None
-            self._commit(attempt, {**here, **self._came})
+            self.scratch.commit(attempt, {**here, **self.scratch.come})
 
         return self._together("covered", end)
 
@@ -334,78 +246,11 @@ class Coverage:
         """Keeps what this process lacks of the values that have come."""
         given, at = [], 0
         for one, (_, size, tail) in some:
-            self.come = [self.come[0] + 1, self.come[1] + size]
+            self.sent = [self.sent[0] + 1, self.sent[1] + size]
             if one in self._lacks:
                 given.append((one, size, data[at : at + size + tail]))
             at += size + tail
-        self._came |= self._keep(attempt, given)
-
-    def _keep(
-        self, attempt: Transaction, given: Sequence[tuple[Wanted, int, Any]]
-    ) -> dict[Wanted, Entry]:
-        """Writes values into files of a new copy.
-
-        Args:
-            given: For each, the bytes of the value, and the data as `Disk.read` returns it.
-        """
-        came: dict[Wanted, Entry] = {}
-        piles: dict[str, list[tuple[Wanted, bytes]]] = {}
-        for one, size, data in given:
-            value = bytes(data[:size])
-            units, found = np.frombuffer(data[size:], "<u4").reshape(2, -1).tolist()
-            item = one[0]
-            folder = "" if item is None else posixpath.join(attempt.path, item).rstrip("/")
-            came[one] = Entry(folder, value, units, found)
-            if item is not None and size > MAX_INLINE_BYTES:
-                piles.setdefault(item, []).append((one, value))
-        for item, pile in piles.items():
-            file, start = names.new_data_file(), 0
-            folder = posixpath.join(attempt.work, item).rstrip("/")
-            attempt.storage.make_dir(f"{folder}/{names.OCDBT_DATA}")
-            attempt.storage.write(f"{folder}/{file}", [value for _, value in pile])
-            for one, value in pile:
-                came[one] = came[one]._replace(place=Place(file, start, len(value)))
-                start += len(value)
-        return came
-
-    def _begin(self) -> Transaction:
-        storage, name = self.share.storage, posixpath.basename(self.share.path(self.step))
-        self._copies += 1
-        attempt = begin(storage, f"{self._scratch}/{self._copies}/{name}", overwrite=False)
-        self._attempts.append(attempt)
-        return attempt
-
-    def _commit(self, attempt: Transaction, entries: Mapping[Wanted, Entry]) -> None:
-        """Makes a copy of the step with some chunks, and lets this process read it."""
-        storage, record, files = attempt.storage, self._outline.record, {**self._outline.files}
-        work = Work(attempt.work, "")
-        for item, described in self._outline.tables.items():
-            mine = {key: entry for (one, key), entry in entries.items() if one == item}
-            folder = posixpath.join(work.path, item).rstrip("/")
-            places = {**described.places, **{key: one.place for key, one in mine.items()}}
-            units = [unit for one in mine.values() for unit in one.units]
-            table = Table(places, units, [n for one in mine.values() for n in one.sums])
-            for source, file in {
-                (entry.folder, entry.place.file)
-                for entry in mine.values()
-                if isinstance(entry.place, Place)
-            }:
-                storage.make_dir(posixpath.dirname(f"{folder}/{file}"))
-                if storage.kind(f"{folder}/{file}") is None:
-                    storage.link(f"{source}/{file}", f"{folder}/{file}")
-            united, _ = unite(storage, folder, [table], self._outline.sums[item], work)
-            files |= {posixpath.join(item, file): data for file, data in united.items()}
-        for (item, file), entry in entries.items():
-            if item is None:
-                assert isinstance(entry.place, bytes)
-                files[file] = entry.place
-        for folder in {posixpath.dirname(file) for file in files}:
-            storage.make_dir(posixpath.join(work.path, folder).rstrip("/"))
-        found = Found(storage=storage, path=self.share.path(self.step), record=record)
-        share = self.processes.index, self.processes.count
-        attempt.commit(files, found.uploaded(record, share), known={})
-        root = posixpath.dirname(attempt.path)
-        self.index = StepIndex(storage, root, naming=self.share.naming, quiet=True)
+        self.scratch.come |= self.scratch.keep(attempt, given)
 
     # --- meeting ---------------------------------------------------------------------------------
 
@@ -429,6 +274,12 @@ class Coverage:
         except Exception as error:  # reported to the others
             problem = error
         return self._meet(name, problem)
+
+
+def _life(step: int, disk: Disk) -> Saved:
+    """Returns how the run got to the step on a disk."""
+    record = disk.found.record
+    return Saved.of(step, None if record is None else record.life)
 
 
 def _first(given: list[Any]) -> Json:

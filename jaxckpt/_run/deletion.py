@@ -29,7 +29,6 @@ import posixpath
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, final
@@ -77,6 +76,7 @@ class Deletion:
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self.failed = False  # whether something that failed may have left a file
         self.half: list[str] = []  # the steps whose failed deletion may have left files
+        self._begun: list[str] = []  # the steps that are being deleted, or have been
         self._lock = threading.RLock()  # held while `doomed` names steps of this process
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
@@ -140,14 +140,18 @@ class Deletion:
     def _reporting(self) -> Iterator[None]:
         root = self.index.root
         with self._lock:
+            self._begun.clear()
             try:
                 yield
             except SaveFailed as error:
                 self.index.report(f"{root}: this job deletes no more steps: {error}")
-            except OSError as error:
-                self.failed = True
+            except BaseException as error:  # such as an interrupt
+                self.failed = self.leases.unsettled = True
+                self.index.doubt(self._begun)
+                if not isinstance(error, OSError):
+                    raise
                 self.index.report(f"{root}: old steps cannot be deleted: {error}")
-                self._disown_doomed()
+                self._settle()
 
     def _doom(self, steps: list[str], looks: Iterable[Callable[[], Any]]) -> list[Any]:
         """Names the steps that go, unless another job owns the run; returns what is seen then."""
@@ -169,13 +173,9 @@ class Deletion:
                 storage.delete(file)
             raise
 
-    def _disown_doomed(self) -> None:
-        """Lets no later owner finish a deletion that failed: the steps may be saved again."""
-        with contextlib.suppress(OSError):
-            doomed = self.leases.doomed()
-            if self.owner.token and doomed.owner == self.owner.token:
-                data = run.encode(replace(doomed, owner=""))
-                self.index.storage.write(self.leases.doomed_file, data)
+    def _settle(self) -> None:
+        with contextlib.suppress(OSError):  # else it is settled before the next commit
+            self.leases.settle(self.owner.token)
 
     def _check_renamed(self, name: str) -> None:
         """Raises SaveFailed if the new owner of the run may have listed a step just renamed."""
@@ -190,7 +190,7 @@ class Deletion:
         """Ends deletions that began earlier."""
         failed, self.failed, self.half = self.failed, False, []
         if failed:
-            self._disown_doomed()
+            self._settle()
         entries = self.index.entries()
         for entry in entries:
             begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
@@ -260,6 +260,7 @@ class Deletion:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
             check, renamed = self.owner.check, partial(self._check_renamed, name)
+            self._begun.append(name)
             if self.folder is None:
                 place = commit_of(storage, path)
                 place.remove(inside, check=check, renamed=renamed, claim=claim)

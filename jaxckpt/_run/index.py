@@ -363,6 +363,13 @@ class StepIndex(ListedRoot):
         self._saved.discard(number)
         self._infos.pop(number, None)
 
+    def doubt(self, steps: Iterable[str]) -> None:
+        """Drops the facts about steps that may be gone, by their directories."""
+        for number in map((self.naming or StepNames()).step, steps):
+            if number is not None:
+                self.forget(number)
+        self._is_known = False
+
 
 def at_once(call: Callable[[T], U], values: Iterable[T], storage: Storage | None = None) -> list[U]:
     """Calls a function for several values at a time: that hides the latency of a store.

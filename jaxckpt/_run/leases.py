@@ -15,9 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
+from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Lease
@@ -35,6 +37,7 @@ class Leases:
     def __init__(self, index: StepIndex) -> None:
         self.index = index
         self.doomed_file = f"{index.root}/{names.DOOMED}"
+        self.unsettled = False  # whether `doomed` may name steps that this job saves again
         self._leased: list[str] = []  # steps leased by this reader
 
     def leased(self, entries: Iterable[str]) -> set[str]:
@@ -121,11 +124,36 @@ class Leases:
 
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""
+        self.unsettled = True
         if steps:
             data = run.encode(Doomed(steps=list(steps)))
             self.index.storage.write(self.doomed_file, data)
         else:
             self.index.storage.delete_files([self.doomed_file])
+        self.unsettled = bool(steps)
+
+    def settle(self, token: str) -> None:
+        """Lets nobody finish a deletion of this job that failed: the steps may be saved again.
+
+        In a store, the remains of steps stay named, until such a step is saved again.
+        """
+        doomed = self.doomed()
+        if doomed.owner in (token, ""):
+            paths = {name: f"{self.index.root}/{name}" for name in doomed.steps}
+            try:
+                self.doom([name for name, path in paths.items() if self._is_left(path)])
+            except OSError:  # then at least the next job does not finish it
+                data = run.encode(replace(doomed, owner=""))
+                self.index.storage.write(self.doomed_file, data)
+                raise
+        else:
+            self.unsettled = False
+
+    def _is_left(self, path: str) -> bool:
+        storage = self.index.storage
+        if storage.atomic_rename or is_under_way(path):
+            return False
+        return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None
 
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""

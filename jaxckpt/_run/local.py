@@ -41,7 +41,7 @@ from jaxckpt._run.shares import machine, origin_in, share_on_disk
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity
-from jaxckpt.multihost import Processes, leading, meet, text_of
+from jaxckpt.multihost import Processes, leading, meeting, text_of
 from jaxckpt.storage import locate, real
 
 _TRIES: Final = 3
@@ -110,7 +110,7 @@ def settle(
     Raises:
         OSError: the directory cannot be reached, and no local steps of its run exist.
     """
-    share, away, problem = "", None, None
+    share, away = "", None
     if processes.count > 1:
         share = share_on_disk(
             local.storage, local.root, processes, timeout_s=timeout_s, machine=machine()
@@ -125,17 +125,13 @@ def settle(
             led.value = [found, durable, None if away is None else text_of(away), mine]
     found, durable, text, mine = led.value
     if share:
-        disk = ""
-        try:
+        where = f"the local directory {local.root} cannot be used"
+        with meeting(processes, f"{name}/places", Counter, where=where, timeout_s=timeout_s) as met:
             if processes.index != 0:
                 newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
                 mine = _home(local, directory, found, share, newest, writes=writes)
-            disk = _token(machine(), posixpath.dirname(mine["root"]))
-        except Exception as error:  # reported to the others, then raised
-            problem = error
-        met = meet(processes, f"{name}/places", disk, problem, Counter, timeout_s=timeout_s)
-        met.check(problem, f"the local directory {local.root} cannot be used")
-        read = {names.share(rank) for rank in range(met.verdict[disk])}  # by processes of this job
+            met.value = disk = _token(machine(), posixpath.dirname(mine["root"]))
+        read = {names.share(rank) for rank in range(met.value[disk])}  # by processes of this job
         mine["others"] = [one for one in mine["others"] if posixpath.basename(one) not in read]
     if text is not None and away is None:
         away = OSError(errno.EIO, text)

@@ -35,6 +35,12 @@ from jaxckpt.format.run import Doomed, Owner
 from jaxckpt.storage import Entry, Hold, together
 
 
+def interrupted(index: StepIndex, listing: Listing, doomed: Doomed) -> list[int]:
+    """Returns the steps that are whole although a job was deleting them when it died."""
+    numbers = (n for name, n in listing.directories().items() if name in doomed.steps)
+    return [n for n in numbers if index.state(listing, n) == "committed"]
+
+
 @final
 class Ownership:
     """The right of this process to write to a run."""
@@ -118,9 +124,12 @@ class Ownership:
     def _lock(self) -> None:
         """Takes the lock, unless another job holds it."""
         try:
-            self._hold = self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
+            hold = self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
         except io.UnsupportedOperation:
-            self._hold = Hold()
+            hold = Hold()
+        self._hold = hold
+        if self._closed and hold is not None:  # an interrupt has closed it meanwhile
+            self.close()
 
     def who(self) -> str:
         """Describes the job that owns the run."""
@@ -171,15 +180,11 @@ class Ownership:
 
     def _finish(self, listing: Listing, doomed: Doomed) -> None:
         """Deletes the steps that the owner before was deleting: it may go on at any moment."""
-        numbers = listing.directories()
-        steps = [
-            name
-            for name in doomed.steps
-            if name in numbers and self._index.state(listing, numbers[name]) == "committed"
-        ]
+        numbers = interrupted(self._index, listing, doomed)
+        steps = [listing.steps[number] for number in numbers]
         Deletion(self._index, self._leases, self, move_to=doomed.move_to).finish(steps)
-        for name in steps:
-            self._index.forget(numbers[name])
+        for number in numbers:
+            self._index.forget(number)
 
     def _write(self, before: Owner | None = None) -> None:
         owner = Owner(
@@ -247,12 +252,11 @@ class Ownership:
         """
         if self._hold is None and not self._closed:
             self._lock()
-        damaged = self._still_damaged()
         if self._hold is None:
-            self._leave_alone_if_ahead(step, damaged)
+            self._leave_alone_if_ahead(step, self._still_damaged())
         self.take_over(self._index.owner())
         deletion = Deletion(self._index, self._leases, self)
-        for number, (why, file) in damaged.items():
+        for number, (why, file) in self._still_damaged().items():
             deletion.set_aside(number, why, file=file)
         self.damaged.clear()
 
@@ -297,6 +301,8 @@ class Ownership:
         if self.check() is None:  # nobody else has taken the run
             self._write()
             self._is_sure = False
+        if self._leases.unsettled:
+            self._leases.settle(self.token)
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._lock()

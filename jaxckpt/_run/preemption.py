@@ -4,7 +4,7 @@ One process: SIGTERM and SIGUSR1 set a flag, then run the previous handler. If t
 have ended the process, the second signal does.
 
 Several processes: jax's preemption service catches SIGTERM in any of them and agrees on a step;
-SIGUSR1 is forwarded to it as SIGTERM.
+SIGUSR1 is forwarded to it as SIGTERM. Where the user has turned the service off, nothing is heard.
 
 A termination notice, such as for a spot instance, is polled in a thread of each process, and then
 acts like SIGTERM.
@@ -38,6 +38,10 @@ class Preemption:
         self, processes: Processes, *, listens: bool, notice: Notice | None = None
     ) -> None:
         self._count = processes.count
+        if listens and self._count > 1 and not _has_service():
+            text = "jax_enable_preemption_service is off, so no signal or notice leads to a save"
+            _logger.warning("%s: the processes could not agree on a step", text)
+            listens = False
         self._listens = listens
         self._told = False
         self._asked: tuple[int, bool] | None = None
@@ -66,16 +70,15 @@ class Preemption:
         failed = False
         while not self._closed.wait(_POLL_S):
             try:
-                left_s = notice()
+                if (left_s := notice()) is None:
+                    continue
+                self._deadline_s = time.monotonic() + left_s
             except Exception as error:
                 if not failed:
                     _logger.warning("the notice of the end of this host cannot be asked: %s", error)
                 failed = True
                 continue
-            if left_s is None:
-                continue
             _logger.warning("notice: this host ends in %.0f s; saving at the next call", left_s)
-            self._deadline_s = time.monotonic() + left_s
             if self._count > 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -130,10 +133,17 @@ def _past_closed(handler: Any, number: int) -> Any:
     return handler
 
 
+def _has_service() -> bool:
+    """Returns whether jax agrees on a step at which all processes stop."""
+    import jax
+
+    return bool(getattr(jax.config, "jax_enable_preemption_service", True))
+
+
 def _reached_sync_point(step: int) -> bool:
     from jax.experimental import multihost_utils
 
     try:
         return multihost_utils.reached_preemption_sync_point(step)
-    except RuntimeError:  # the user has turned the service off
+    except RuntimeError:  # the service was turned off after the start
         return False

@@ -333,7 +333,9 @@ class Resume:
         ) as disks:
             problem, error = disks.introduce(), None
             while problem is None:
-                attempt = self._try(copy, reading, avoids_marked=avoids_marked, index=disks.index)
+                attempt = self._try(
+                    copy, reading, avoids_marked=avoids_marked, index=disks.scratch.index
+                )
                 if attempt.problem is None or attempt.is_marked:
                     break
                 error = attempt.error if attempt.is_mine else None
@@ -343,8 +345,8 @@ class Resume:
                 return _Attempt(copy=copy, problem=problem, error=lost, is_mine=is_mine)
             if attempt.problem is None:
                 self.report_alike(disks.said())
-                if disks.is_damaged:
-                    self.roots[0].mend(copy.step, disks.index)
+                if disks.scratch.is_damaged:
+                    self.roots[0].mend(copy.step, disks.scratch.index)
             return attempt
 
     def _check(

@@ -185,6 +185,10 @@ class Saver:
         if self._processes.index == 0:
             self._root.owner.fence()
 
+    def owns(self) -> bool:
+        """Returns whether no other job has taken the run over since this one did."""
+        return self._root.owner.owns()
+
     # --- which calls save ------------------------------------------------------------------------
 
     def decide(self, step: int, *, force: bool = False) -> Decision:

@@ -34,7 +34,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
 from jaxckpt.format.step import FileFacts
-from jaxckpt.multihost import Processes, meet, text_of
+from jaxckpt.multihost import Processes, meeting, text_of
 from jaxckpt.multihost._collective import disagreement
 from jaxckpt.storage import LocalStorage, Storage, together
 from jaxckpt.storage._values import find_values
@@ -66,20 +66,16 @@ def share_on_disk(
     Args:
         machine: See `machine`.
     """
-    found, problem = "", None
-    try:
+    where = f"the local directory {root} cannot be used"
+    with meeting(processes, f"local {names.DISK}", _ranks, where=where, timeout_s=timeout_s) as met:
         storage.make_dir(root)
         file = f"{root}/{names.DISK}"
         if storage.kind(file) is None:  # there may be no room for it
             storage.create(file, secrets.token_hex(16).encode())
         found = storage.read(file, max_bytes=_MAX_ID_BYTES).decode("ascii", "replace")
-    except Exception as error:  # reported to the others, then raised
-        problem = error
-    here = machine if isinstance(storage, LocalStorage) else ""  # else it may have a server
-    name, mine = f"local {names.DISK}", [found, here]
-    met = meet(processes, name, mine, problem, _ranks, timeout_s=timeout_s)
-    met.check(problem, f"the local directory {root} cannot be used")
-    ranks = met.verdict
+        here = machine if isinstance(storage, LocalStorage) else ""  # else it may have a server
+        met.value = [found, here]
+    ranks = met.value
     return names.share(ranks[processes.index % len(ranks)]) if ranks else ""
 
 

@@ -7,12 +7,15 @@ or on the way there in an order that nothing can overtake.
 
 from __future__ import annotations
 
+import logging
 import math
 import posixpath
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Final, Protocol, TypeVar
 
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.attempt import Work
@@ -34,6 +37,16 @@ from jaxckpt.format import arrays, names, step
 from jaxckpt.format.tree import path_text
 from jaxckpt.multihost import Group, Json, Processes
 from jaxckpt.storage import Storage
+
+T = TypeVar("T")
+
+_logger: Final = logging.getLogger("jaxckpt")
+_MOST_SUMS: Final = 64  # that a process tells of an item
+_MOST_NAMED: Final = 8  # leaves
+_ALIKE: Final = (
+    "An array on devices of one process must be alike in all. Save what all have, such as the "
+    "key before `fold_in`, or make one array of all: jax.make_array_from_process_local_data"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +102,8 @@ class TreeItem:
     snapshot: Sequence[Any] | None  # the values that `stage` took of `tree.sources`, until written
     tables: Sequence[Table] = ()  # of the chunks written; in a share, then of the held chunks
     changes: Changes | None = None  # since the step before; None if it does not matter
+    own: Sequence[Any] = ()  # the values that `stage` took of `tree.own`, until they are there
+    sums: Sequence[int] = ()  # of these values, then
     handler: str = step.PYTREE_HANDLER
 
     @property
@@ -100,6 +115,9 @@ class TreeItem:
         """Waits until the values are on the host; raises if a copy failed."""
         if self.snapshot is not None:
             self.snapshot = arrived(self.snapshot, self.tree.sources)
+        if self.own:
+            own, self.own = arrived(self.own, self.tree.own), ()
+            self.sums = [zlib.crc32(b"".join(x.tobytes() for x in some)) for some in _shares(own)]
 
     def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes this process's share and releases its memory."""
@@ -125,7 +143,8 @@ class TreeItem:
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
-        return {"item": "tree", "tree": self.tree.fingerprint, "bytes": self.tree.plan.total_bytes}
+        size = self.tree.plan.total_bytes
+        return {"item": "tree", "tree": self.tree.fingerprint, "bytes": size, "own": self.sums}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how the trees differ from process 0's, by process."""
@@ -142,6 +161,24 @@ class TreeItem:
         written = sum(one["bytes"] for one in said)
         if not failures and written != wanted:
             failures[0] = f"all processes together wrote {written} bytes of {wanted}"
+        return failures or (self._other_values(said) if self.tree.own else {})
+
+    def _other_values(self, said: Sequence[Any]) -> dict[int, str]:
+        """Returns which processes have other values than process 0 where only that one writes.
+
+        For a value that is not on a device, which may be a time, this is only a warning.
+        """
+        failures, shares = {}, _shares(self.tree.own)
+        for i, one in enumerate(said):
+            both = zip(shares, one["own"], said[0]["own"], strict=True)
+            other = [share for share, mine, first in both if mine != first]
+            differ = [source.array for share in other for source in share]
+            leaves = ", ".join(path_text(self.tree.array_paths[n]) for n in differ[:_MOST_NAMED])
+            text = f"has other values of {leaves} than process 0, which writes its own for all"
+            if any(self.tree.placed[n] is not None for n in differ):
+                failures[i] = f"{text}. {_ALIKE}"
+            elif differ:
+                _logger.warning("process %d %s", i, text)
         return failures
 
     def finish(
@@ -163,6 +200,13 @@ class TreeItem:
             check_complete(item, tables, stored)
         united, facts = unite(storage, item, tables, count, work)
         return files | united, facts
+
+
+def _shares(values: Sequence[T]) -> list[Sequence[T]]:
+    """Divides values into a few lists, of one value each unless there are more."""
+    count = min(len(values), _MOST_SUMS)
+    ends = [len(values) * i // count for i in range(count + 1)] if count else []
+    return [values[start:end] for start, end in pairwise(ends)]
 
 
 class SaveItem(Protocol):
@@ -247,7 +291,8 @@ def take_tree(
         sources = [source for i, source in enumerate(tree.sources) if i not in left]
         staged = iter(stage(values, sources, copy=copy))
         snapshot = [None if i in left else next(staged) for i in range(len(tree.sources))]
-        return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes)
+        own = stage(values, tree.own, copy=copy)
+        return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes, own=own)
     except TreeMismatch as error:
         one = error.differences[0]
         path = path_text(tree.array_paths[int(one.leaf)])

@@ -23,7 +23,7 @@ from jaxckpt._core.cast import is_floating
 from jaxckpt._core.collector import paused
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, is_device_array, stored_value
-from jaxckpt._core.transfer import Shard, sources_of
+from jaxckpt._core.transfer import Shard, sources_of, whole_sources
 from jaxckpt._disk.writer import WritePlan, compressed, encode_texts, metadata_files, plan_writes
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
@@ -36,6 +36,7 @@ Array = jax.Array | np.ndarray[Any, Any]
 
 # A run has a state and perhaps a few items; two runs may share a process.
 _MAX_CACHED: Final = 8
+_MAX_COMPARED_BYTES: Final = 4096  # of an array that is not on the devices of several processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class TreePlan:
     placed: tuple[jax.sharding.Sharding | None, ...]  # of each array; None for a value on the host
     plan: SavePlan  # has the chunks that this process writes
     sources: tuple[Shard, ...]  # the shards with these chunks
+    # The small arrays of which each process has its own copy, and process 0 writes its own.
+    own: tuple[Shard, ...] = ()
     custom_metadata: Any = None  # JSON to store with the tree
 
     @property
@@ -246,7 +249,15 @@ def _work_out(
     if zstd is not None:
         plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
     sources = sources_of(values, dtypes, plan)
-    planned = TreePlan(flat=flat, placed=tuple(placed), plan=plan, sources=sources)
+    own: tuple[Shard, ...] = ()
+    if processes.count > 1:
+        small = [
+            i
+            for i, (spec, value) in enumerate(zip(specs, values, strict=True))
+            if spec.placement is None and value.nbytes <= _MAX_COMPARED_BYTES
+        ]
+        own = whole_sources(values, dtypes, plan, small)
+    planned = TreePlan(flat=flat, placed=tuple(placed), plan=plan, sources=sources, own=own)
     if any(spec.placement is not None and spec.placement.grid.only for spec in alike.values()):
         _refuse_hidden(planned.array_paths, specs)
     return planned

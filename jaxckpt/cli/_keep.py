@@ -111,7 +111,7 @@ def rm(
     gone: list[int] = []
     if not dry_run:
         _output.confirm(_question(numbers, root, folder), yes=yes)
-        with owned(storage, root, no_job=no_job, keep=keep) as owner:
+        with owned(storage, root, no_job=no_job, keep=keep, deletes=numbers) as owner:
             gone, run = owner.delete(numbers, asked_for=True), owner
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
@@ -264,22 +264,31 @@ class Plan:
 
 
 def plan(
-    found: RunOverview, policy: KeepPolicy, *, now_s: float, unfinished: Collection[int] = ()
+    found: RunOverview,
+    policy: KeepPolicy,
+    *,
+    now_s: float,
+    unfinished: Collection[int] = (),
+    half_deleted: Collection[int] = (),
 ) -> Plan:
     """Plans which steps to delete: never incomplete steps or steps of other programs.
 
     Incomplete steps do not count as one of the last or the best either. Only incomplete steps that
     interrupted saves and deletions left are removed.
+
+    Args:
+        half_deleted: Steps that were being deleted when a job died, which go whatever is kept.
     """
     whole = [step for step in found.steps if step.problem is None]
-    keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))
+    counted = [step for step in whole if step.step not in half_deleted]
+    keep = dict(policy.why([step.info(now_s) for step in counted], now_s=now_s))
     for step in found.steps:
         if step.step in unfinished:
             continue
         if step.problem is not None:
             what = "unreadable" if step.unreadable else "incomplete"
             keep[step.step] = (f"{what}: see `jaxckpt scrub` and `heal`",)
-        elif not _is_ours(step):
+        elif not _is_ours(step) and step in counted:
             keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
     return Plan(
         delete=tuple(step.step for step in whole if step.step not in keep),
@@ -329,7 +338,7 @@ def gc(
     KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
     from jaxckpt._run.retention import KeepPolicy
-    from jaxckpt.cli._owned import existing_run, owned, run_at
+    from jaxckpt.cli._owned import existing_run, half_deleted, owned, run_at
     from jaxckpt.pages.overview import overview
     from jaxckpt.storage import locate
 
@@ -353,7 +362,8 @@ def gc(
     _check_metric(found, policy)
     torn = [step.step for step in found.steps if step.problem is not None]
     unfinished = seen.unfinished(torn) if torn else ()
-    planned = plan(found, policy, now_s=time.time(), unfinished=unfinished)
+    half = half_deleted(seen)
+    planned = plan(found, policy, now_s=time.time(), unfinished=unfinished, half_deleted=half)
     if not as_json:
         _print_plan(found, planned)
     gone: list[int] = []
@@ -363,10 +373,10 @@ def gc(
         _output.confirm(_question(planned.delete, where, seen.folder, planned.remove), yes=yes)
         if planned.delete and not no_verify:
             _verify_kept(found, planned)
-        with owned(storage, where, no_job=no_job, keep=found.keep) as run:
+        with owned(storage, where, no_job=no_job, keep=found.keep, deletes=planned.delete) as run:
             # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
-            wanted = [number for number in planned.delete if number in again]
+            wanted = [number for number in planned.delete if number in (*again, *half)]
             gone, seen = run.delete(wanted), run
             stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
             removed = run.remove_unfinished(planned.remove)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.listing import STRAY, existing_root, shown
-from jaxckpt._run.owner import Ownership
+from jaxckpt._run.owner import Ownership, interrupted
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointNotFound, SaveFailed
 from jaxckpt.format import names
@@ -48,27 +48,50 @@ def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
     return now(storage), where
 
 
+def half_deleted(run: Deletion) -> list[int]:
+    """Returns the steps that whoever owns the run next deletes: a job died while it did."""
+    doomed, owner = run.leases.doomed(), run.index.owner()
+    if owner is None or doomed.owner != owner.token:
+        return []
+    steps = interrupted(run.index, run.index.listing(), doomed)
+    return [step for step in steps if not run.is_pinned(step)]
+
+
 @contextlib.contextmanager
 def owned(
-    storage: Storage, root: str, *, no_job: bool = False, keep: KeepPolicy | None = None
+    storage: Storage,
+    root: str,
+    *,
+    no_job: bool = False,
+    keep: KeepPolicy | None = None,
+    deletes: Collection[int] = (),
 ) -> Iterator[Deletion]:
     """Owns a run for a moment, like a job that opens it when no other lives.
 
     What an interrupted save or deletion left there is cleared up, as by each job that opens it.
 
     Args:
+        deletes: The steps that the user agreed to delete.
         storage, root: The place of an existing root; see `existing_root`.
         no_job: Whether the user states that no job writes the run, where the file system lacks
             locks to show it.
         keep: The policy of the last writer, which may move steps instead of deleting them.
 
     Raises:
-        SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
+        SaveFailed: a running job owns the run, or this is unknown; or another step would go that
+            a job was deleting when it died. Nothing was changed.
     """
     # Object stores have locks: see what else the storage may be.
     if not (no_job or storage.parallel_writes) and (hold := _lock(storage, root)) is not None:
         hold.release()
     run, owner = _parts(storage, root, keep)
+    if left := [step for step in half_deleted(run) if step not in deletes]:
+        steps = " ".join(map(str, left))
+        raise SaveFailed(
+            f"{root}: a job died while it deleted steps {steps}, and whoever opens the run next "
+            f"for writing deletes the rest. Nothing was changed. To delete them now, run: jaxckpt "
+            f"rm {root} {steps}. To keep them, copy them elsewhere first: jaxckpt cp"
+        )
     owner.open()
     try:
         if not owner.token:

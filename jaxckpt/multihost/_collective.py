@@ -1,7 +1,7 @@
 """Rounds after which either every process returns or every process raises.
 
     lead, leading    process 0 acts for all, and reports
-    meet             every process has acted, and reports
+    meeting, meet    every process acts, and reports
     check_alike      every process reports the same
 
 A process reports a value in JSON, and the text of its error, if any. A process with an error of its
@@ -52,7 +52,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Lead:
-    """The value that process 0 sets inside `leading` and all processes have afterwards."""
+    """The value that is set inside `leading` or `meeting`, and what all processes have after it."""
 
     value: Any = None  # JSON
 
@@ -142,6 +142,33 @@ def meet(
         marks={i: one["mark"] for i, one in told},
         values={i: one["value"] for i, one in told},
     )
+
+
+@contextlib.contextmanager
+def meeting(
+    processes: Processes,
+    name: str,
+    judge: Callable[[list[Any]], Json] | None = None,
+    *,
+    where: str,
+    timeout_s: float,
+) -> Iterator[Lead]:
+    """Lets every process act inside the `with`; then all have the verdict of the values, or raise.
+
+    Args:
+        judge: As in `meet`. If None, each process keeps its own value.
+        where: Begins the message of the processes that have not failed.
+    """
+    led, problem = Lead(), None
+    try:
+        yield led
+    except Exception as error:  # reported to the others, then raised
+        problem = error
+    value = None if judge is None else led.value
+    limits: Any = {"timeout_s": timeout_s, "where": where}
+    met = meet(processes, name, value, problem, judge or len, **limits)
+    met.check(problem, where)
+    led.value = led.value if judge is None else met.verdict
 
 
 def check_alike(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
-from jaxckpt.multihost._collective import Lead, leading, meet
+from jaxckpt.multihost._collective import Lead, leading, meeting
 from jaxckpt.multihost._protocol import Json, Processes
 from jaxckpt.multihost._single import Single
 
@@ -72,29 +72,16 @@ class Group:
                 the value of its own leader.
             name, where: As in the function `leading`.
         """
-        act = _one_leads if self.part is None else _each_leads
-        return act(self, name, judge, where, timeout_s)
+        limits: Any = {"where": where, "timeout_s": timeout_s}
+        if self.part is not None:
+            return meeting(self.leaders, name, judge, **limits)
+        return _one_leads(self.mates, name, judge, limits)
 
 
 @contextlib.contextmanager
 def _one_leads(
-    group: Group, name: str, judge: Judge | None, where: str, timeout_s: float
+    mates: Processes, name: str, judge: Judge | None, limits: Mapping[str, Any]
 ) -> Iterator[Lead]:
-    with leading(group.mates, name, where=where, timeout_s=timeout_s) as led:
+    with leading(mates, name, **limits) as led:
         yield led
     led.value = led.value if judge is None else judge([led.value])
-
-
-@contextlib.contextmanager
-def _each_leads(
-    group: Group, name: str, judge: Judge | None, where: str, timeout_s: float
-) -> Iterator[Lead]:
-    led, problem, limits = Lead(), None, {"timeout_s": timeout_s, "where": where}
-    try:
-        yield led
-    except Exception as error:  # reported to the others, then raised
-        problem = error
-    value = None if judge is None else led.value
-    met = meet(group.leaders, name, value, problem, judge or len, **limits)
-    met.check(problem, where)
-    led.value = led.value if judge is None else met.verdict

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from etils import epath
@@ -187,16 +187,19 @@ def _close_run(writer: CheckpointManager, index: StepIndex) -> None:
             del _open[index.root]
         if is_last and current().index == 0:
             with contextlib.suppress(OSError):  # no locks there, or all of it was deleted
-                _remove_files(index)
+                _remove_files(index, saver_of(writer).owns)
 
 
-def _remove_files(index: StepIndex) -> None:
+def _remove_files(index: StepIndex, owns: Callable[[], bool]) -> None:
     lock = f"{index.root}/{names.LOCK}"
     if index.storage.kind(lock) is not None and (hold := index.storage.hold(lock)) is not None:
-        # The records of the steps have the id of the run too.
-        files = (names.RUN, names.OWNER, names.LEDGER)
-        index.storage.delete_files([f"{index.root}/{name}" for name in files] + [lock])
-        hold.release()
+        try:
+            if owns():  # no other job has taken the run meanwhile
+                # The records of the steps have the id of the run too.
+                files = (names.RUN, names.OWNER, names.LEDGER)
+                index.storage.delete_files([f"{index.root}/{name}" for name in files] + [lock])
+        finally:
+            hold.release()
 
 
 @atexit.register

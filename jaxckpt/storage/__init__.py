@@ -37,7 +37,7 @@ from jaxckpt.storage._ahead import ahead, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import LocalStorage, files_in, is_temporary_file, listing, usable_cores
 from jaxckpt.storage._memory import MemoryStorage
-from jaxckpt.storage._mounts import device_of, mounts
+from jaxckpt.storage._mounts import Mount, device_of, mounts
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, kvstore, use_store
 
@@ -125,7 +125,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         raise _no_storage(text, scheme)
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     absolute = "/" + os.path.abspath(local).lstrip("/")  # POSIX gives "//" a meaning of its own
-    return _storage_on(device_of(absolute, partial(ask(), os.stat))), absolute
+    return _storage_on(mounts().get(device_of(absolute, partial(ask(), os.stat)))), absolute
 
 
 def _no_storage(text: str, scheme: str) -> UnsupportedFormat:
@@ -136,11 +136,10 @@ def _no_storage(text: str, scheme: str) -> UnsupportedFormat:
 
 
 # The number of a device identifies a path's file system, however many links led there. It is used
-# again only when its mount is gone.
+# again when its mount is gone.
 @cache
-def _storage_on(device: int) -> Storage:
-    """Returns the storage for the files of a device, and logs the first time what it lacks."""
-    mount = mounts().get(device)
+def _storage_on(mount: Mount | None) -> Storage:
+    """Returns the storage for the files of a mount, and logs the first time what it lacks."""
     if mount is None or not mount.may_hang:
         return LocalStorage()
     ask.cache_clear()  # it may have been mounted since

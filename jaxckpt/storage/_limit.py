@@ -130,8 +130,9 @@ class LimitedStorage:
         call = Call(do.__name__, path, partial(do, *args, **options))
         try:
             value = call.result(self._mount)
-        except StoreError:
-            self._hanging.add(call)
+        except BaseException as error:  # an interrupt too leaves the call under way
+            if isinstance(error, StoreError):
+                self._hanging.add(call)
             call.done.add_done_callback(partial(self._over, call))
             raise
         finally:

@@ -39,6 +39,7 @@ _MOST_BUFFERS = 1024  # per system call
 _SYNCED_BYTES = 64 << 20  # sync after so many bytes, where a file system may hang
 _HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
 _HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
+_LOCK_TRIES = 1000
 _OTHER = Entry("other", 0)
 _LOCKS = " jaxckpt locks the file of this name; remove what is there."
 _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
@@ -187,14 +188,14 @@ class LocalStorage:
     def make_dir(self, path: str) -> None:
         with _about(path):
             missing = []
-            while not os.path.isdir(path):
+            while not _is_dir(path):
                 missing.append(path)
                 path = os.path.dirname(path)
             for directory in reversed(missing):
                 try:  # if another process makes it meanwhile, it may not be durable yet
                     os.mkdir(directory)
                 except FileExistsError as error:
-                    if not os.path.isdir(directory):
+                    if not _is_dir(directory):
                         code = errno.ENOTDIR
                         raise NotADirectoryError(code, os.strerror(code), directory) from error
                 _sync_parents(directory)
@@ -252,12 +253,15 @@ class LocalStorage:
                         raise FileNotFoundError(errno.ENOENT, f"no file of {size} bytes", source)
                     os.link(source, target, follow_symlinks=False)
                     made.append(target)
+            made.clear()  # now they stay
         except OSError as error:
-            for target in made:
-                os.unlink(target)
             if error.errno in _NO_LINKS:
                 raise io.UnsupportedOperation(error.errno, "no hard links", src) from error
             raise
+        finally:
+            for target in made:
+                with contextlib.suppress(OSError):
+                    os.unlink(target)
 
     def exchange(self, a: str, b: str) -> bool:
         with _about(a, b):
@@ -294,7 +298,7 @@ class LocalStorage:
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         if new:
             return hold_new(self, path, data or b"")
-        while True:  # a lock on a file that its holder has just deleted excludes nobody
+        for _ in range(_LOCK_TRIES):  # a lock on a file that its holder has deleted excludes nobody
             with _about(path), contextlib.ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 with contextlib.suppress(FileNotFoundError):
@@ -312,6 +316,16 @@ class LocalStorage:
                         stack.pop_all()
                         _held.add(hold := _LocalHold(fd, path))
                         return hold
+        raise OSError(
+            errno.EBUSY, f"its file was replaced {_LOCK_TRIES} times while it was locked", path
+        )
+
+
+def _is_dir(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 # Locks

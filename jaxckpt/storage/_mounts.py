@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from jaxckpt.errors import StoreError
@@ -64,6 +65,7 @@ def device_of(
         path = os.path.dirname(path)
 
 
+@lru_cache(maxsize=1)
 def find_mounts(table: str) -> dict[int, Mount]:
     """Returns the mounts by the number of their device, given the text of `mountinfo`.
 

@@ -445,6 +445,27 @@ def test_gc_finishes_a_deletion_that_was_interrupted(root):
     assert steps_of(root) == [200, 300, 400, 500, 600]
 
 
+def test_only_a_command_that_lists_them_deletes_the_steps_of_an_interrupted_deletion(root):
+    """The next job deletes them; but not a command that was asked for other things."""
+    owner = run.decode(run.Owner, (root / names.OWNER).read_bytes(), file="owner")
+    doomed = run.Doomed(steps=["100", "200"], owner=owner.token)
+    (root / names.DOOMED).write_bytes(run.encode(doomed))
+    shutil.copytree(root, root.parent / "other")
+    flip(root / "300")
+
+    for command in (["rm", root, 500, "--yes"], ["heal", root, root.parent / "other"]):
+        code, _, err = cli(*command)
+        assert code == 2
+        assert f"jaxckpt rm {root} 100 200" in err
+    assert cli("scrub", root, "--yes")[0] == 2
+    assert steps_of(root) == [100, 200, 300, 400, 500, 600]
+    out = cli("gc", root, "--last", 9, "--no-verify", "--yes")[1]
+
+    assert "2 of 6 steps to delete" in out
+    assert f"deleted 2 steps of {root}: 100, 200" in out
+    assert steps_of(root) == [300, 400, 500, 600]
+
+
 def test_rm_of_an_item_goes_on_where_it_was_interrupted(root):
     """The steps that have lost the item already are named."""
     with CheckpointManager(root) as manager:

@@ -11,6 +11,10 @@ import pytest
 import jaxckpt
 import jaxckpt.orbax as ocp
 import jaxckpt.orbax.v1 as ocp1
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
+from jaxckpt.storage import locate
 
 PROGRAM = """
 import sys
@@ -43,6 +47,21 @@ def test_a_program_that_does_not_close_its_managers_leaves_steps_only(tmp_path):
     for run in ("a", "b"):
         assert sorted(os.listdir(tmp_path / run)) == ["1", "2"]
         assert jaxckpt.verify(tmp_path / run).ok
+
+
+def test_the_files_of_a_job_that_has_taken_the_run_over_stay(tmp_path):
+    """The job that a manager knew of has ended; another trains on."""
+    late = ocp.CheckpointManager(tmp_path)
+    late.save(1, args=ocp.args.StandardSave({"n": 1}))
+    late.wait_until_finished()
+    index = StepIndex(*locate(tmp_path))
+    other = Ownership(index, Leases(index))
+    other.take_over(index.owner())
+
+    late.close()
+
+    assert other.owns()
+    assert "_jaxckpt.run" in os.listdir(tmp_path)
 
 
 def test_a_run_whose_last_save_failed_has_steps_only(tmp_path):

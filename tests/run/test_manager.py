@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_threads
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ from jaxckpt import (
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
+from jaxckpt._run.preemption import Preemption
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single, current
@@ -2711,6 +2713,21 @@ def test_a_lease_that_has_expired_holds_nothing(tmp_path):
 
 
 # --- preemption --------------------------------------------------------------------------------
+
+
+def test_processes_that_cannot_agree_are_not_stopped(caplog):
+    """Where jax's service is off, a notice or signal would end them before they save."""
+    before = signal.getsignal(signal.SIGUSR1)
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        listener = Preemption(SimpleNamespace(count=2), listens=True, notice=lambda: 60.0)
+    finally:
+        jax.config.update("jax_enable_preemption_service", True)
+
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert not listener.reached(1)
+    assert "jaxckpt-notice" not in [thread.name for thread in threading.enumerate()]
+    assert "jax_enable_preemption_service is off" in caplog.text
 
 
 @contextlib.contextmanager

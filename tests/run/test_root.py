@@ -410,6 +410,31 @@ def world(request, ram_path):
     return World(MemoryStorage(), f"/{uuid.uuid4()}")
 
 
+def test_a_guest_sets_no_step_aside_that_is_mended_while_it_takes_the_run_over(world):
+    """By the job that owned it until then."""
+    first = world.run()
+    first.owner.open()
+    world.add("4", "5")
+    files = {"lost": step.FileFacts(size=1)}
+    bad = Record(writer="jaxckpt", token=TOKEN, files=files, lineage={}, name="")
+    world.write(f"5/{names.RECORD}", step.encode_record(bad))
+    taking = []
+
+    def before(verb, path):
+        if taking and verb == "write" and path.endswith(names.OWNER):
+            world.write("5/lost")
+            world.write("5/metrics/metrics", b"{}")
+
+    second = world.run(WatchedStorage(world.storage, before))
+    second.owner.open()
+    second.deletion.set_aside(5, "damaged", file=f"{world.root}/5/{names.RECORD}")
+    taking.append(True)
+
+    second.owner.join(5)
+
+    assert world.run().index.steps() == [4, 5]
+
+
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_guest_saves_a_damaged_step_anew(world, mended):
     """The job that holds the lock stands still; unless it has mended the step meanwhile."""
@@ -1239,6 +1264,37 @@ def test_a_deletion_that_failed_is_not_finished_by_another_job(disk):
     disk.run().owner.open()
 
     assert disk.entries() == {"1", "2"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_step_that_is_saved_again_after_a_deletion_that_failed_stays(world, error):
+    """Whatever the deletion had done by then, and also for readers."""
+    for n in itertools.count(1):
+        calls, interrupts = itertools.count(1), []
+
+        def before(verb, path, calls=calls, interrupts=interrupts, n=n):
+            if interrupts and next(calls) == n:
+                raise error
+
+        world.storage.delete(world.root)
+        world.add("1", "2")
+        first = world.run(WatchedStorage(world.storage, before))
+        first.owner.open()
+        interrupts.append(True)
+        with contextlib.suppress(error):
+            first.deletion.delete([2])
+        interrupts.clear()
+        world.add("2")
+        first.owner.fence(2)
+
+        assert first.leases.is_staying("2")
+        first.owner.close()
+        later = world.run()
+        later.owner.open()
+        later.owner.close()
+        assert later.index.steps() == [1, 2]
+        if next(calls) < n:
+            break
 
 
 # --- moving instead ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import ProcessesDisagree
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
 from jaxckpt.storage._arrays import Reader
@@ -167,28 +168,50 @@ def test_what_is_at_the_path_is_the_same_error_on_all(told):
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_an_array_on_the_devices_of_each_process_is_that_of_process_0(tmp_path, request, away):
-    """However it is sharded there; as without a mesh, each process has a copy of its own."""
+def test_an_array_on_the_devices_of_each_process_is_alike_in_all(tmp_path, request, away):
+    """However it is sharded there: else one process would get the values of another, as of keys."""
     if away:
         request.getfixturevalue("accelerators")
     saves = jaxckpt.SavePolicy(check_replicas=1)
 
-    def run(processes):
+    def tree(processes, factor=1):
         mesh = Mesh(np.array(jax.devices()).reshape(2, 4)[processes.index], ("x",))
-        value = np.arange(32.0).astype(np.float32) * (1 - processes.index)
-        tree = {
+        value = np.arange(32.0).astype(np.float32) * factor
+        return {
             name: jax.device_put(value, NamedSharding(mesh, spec))
             for name, spec in {"rows": P("x"), "whole": P()}.items()
         }
+
+    def run(processes):
         with jaxckpt.CheckpointManager(tmp_path / "run", save=saves) as manager:
             for step in range(3):
-                manager.save(step, tree)
+                manager.save(step, tree(processes))
             return manager.problems
 
-    assert simulate(2, run) == [[], []]
+    def save_apart(processes):
+        with pytest.raises(ProcessesDisagree, match="1: has other values of rows, whole"):
+            jaxckpt.save(tmp_path / "apart", tree(processes, factor=processes.index))
 
+    assert simulate(2, run) == [[], []]
+    simulate(2, save_apart)
+
+    assert not (tmp_path / "apart").exists()
     found = jaxckpt.restore(tmp_path / "run", as_numpy=True)
     assert all(np.array_equal(found[name], np.arange(32.0)) for name in ("rows", "whole"))
+
+
+@pytest.mark.parametrize("value", [1, 1.5, np.arange(3)], ids=str)
+def test_a_value_of_the_host_that_differs_is_told(tmp_path, caplog, value):
+    """Process 0 writes its own; it may be a time, or what another process needs."""
+
+    def save(processes):
+        jaxckpt.save(tmp_path / "a", {"n": {"mine": value + processes.index, "same": value}})
+
+    simulate(3, save)
+
+    told = [f"process {i} has other values of n/mine than process 0" for i in (1, 2)]
+    assert [text.partition(",")[0] for text in caplog.messages] == told
+    assert np.array_equal(jaxckpt.restore(tmp_path / "a")["n"]["mine"], value)
 
 
 def test_an_array_that_process_0_cannot_see_is_refused(told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -185,6 +186,27 @@ def test_a_lock_that_is_taken_too_late_is_released(tmp_path, mount, new):
     held.release()
 
 
+def test_a_lock_that_is_taken_after_an_interrupt_is_released(tmp_path, mount):
+    """The caller has gone, as by Ctrl-C."""
+    lock = tmp_path / "lock"
+    hanging, limited = mount()
+    hanging.verb = "hold"
+
+    def interrupt():
+        wait_until(lambda: "hold" in hanging.seen)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        limited.hold(str(lock), b"x")
+    thread.join()
+    hanging.answer()
+
+    wait_until(lambda: lock.exists() and lock.read_bytes() == b"x")
+    wait_until(lambda: LocalStorage().hold(str(lock)) is not None)
+
+
 def test_a_long_call_that_goes_on_is_not_given_up(set_limit):
     """Its limit is for each path that it comes to, not for all of them."""
     set_limit(1.0)
@@ -288,6 +310,16 @@ def test_only_a_file_system_with_a_server_may_hang(tmp_path, mounted, kind, may_
 
     assert isinstance(found, LimitedStorage if may_hang else LocalStorage)
     assert asks == may_hang
+
+
+def test_a_number_of_a_device_that_is_used_again_is_of_another_file_system(tmp_path, mounted):
+    """The kernel gives it to the next mount as soon as the first is gone."""
+    mounted("tmpfs x rw")
+    assert storage.locate(tmp_path)[0].atomic_rename
+    table = tmp_path / "mountinfo"
+    table.write_text(table.read_text().replace("tmpfs", "fuse.gcsfuse"))
+
+    assert not storage.locate(tmp_path)[0].atomic_rename
 
 
 def test_finding_the_file_system_has_a_limit(set_limit):

@@ -291,6 +291,14 @@ def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, mounted):
 # What lies in the way
 
 
+def test_a_directory_that_cannot_be_looked_at_is_not_called_a_file(tmp_path):
+    """The error of the system is raised as it is."""
+    (tmp_path / "a").symlink_to("a")
+
+    with pytest.raises(OSError, match="symbolic links"):
+        LocalStorage().make_dir(str(tmp_path / "a" / "b"))
+
+
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link", "dangling", "dir"])
 def test_only_regular_files_are_read(tmp_path, monkeypatch, kind):
     """A FIFO, socket, device, link or directory is refused at once, and none is waited for."""
