@@ -142,7 +142,7 @@ CEILINGS = {
     "restore(path, like)": (2278, 14, 8),
     "manager.restore(like)": (2746, 18, 10),
     "open": (608, 10, 5),
-    "verify": (1894, 15, 16),
+    "verify": (1907, 15, 17),
 }
 
 
@@ -178,23 +178,23 @@ def test_the_count_sees_what_is_called(tmp_path):
 # Lines, and lines of code, by folder. Those of the core are all but `APART`.
 APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
-    ".": (832, 441),
-    "_convert": (1054, 696),
-    "_core": (2677, 1692),
-    "_disk": (5117, 3589),
-    "_inspect": (1165, 789),
+    ".": (838, 445),
+    "_convert": (1060, 699),
+    "_core": (2686, 1698),
+    "_disk": (5138, 3605),
+    "_inspect": (1234, 835),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
-    "_run": (9660, 6704),
+    "_run": (9667, 6707),
     "_save": (2381, 1658),
-    "cli": (4606, 3313),
+    "cli": (4690, 3379),
     "format": (3331, 2198),
-    "integrations": (459, 250),
+    "integrations": (470, 258),
     "multihost": (1011, 648),
     "orbax": (6155, 3761),
-    "pages": (2471, 1764),
+    "pages": (2497, 1786),
     "storage": (4125, 2779),
-    "testing": (1060, 703),
+    "testing": (1075, 715),
 }
 
 
