@@ -339,7 +339,7 @@ def gc(
     """
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import existing_run, half_deleted, owned, run_at
-    from jaxckpt.pages.overview import overview
+    from jaxckpt.pages.overview import overview, policy_of
     from jaxckpt.storage import locate
 
     if best is not None and metric is None:
@@ -358,7 +358,8 @@ def gc(
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     found = overview(root)
     storage, where = locate(root) if found.steps else existing_run(root)
-    seen = run_at(storage, where, keep=found.keep)
+    keep = policy_of(run_at(storage, where).index)
+    seen = run_at(storage, where, keep=keep)
     _check_metric(found, policy)
     torn = [step.step for step in found.steps if step.problem is not None]
     unfinished = seen.unfinished(torn) if torn else ()
@@ -373,7 +374,7 @@ def gc(
         _output.confirm(_question(planned.delete, where, seen.folder, planned.remove), yes=yes)
         if planned.delete and not no_verify:
             _verify_kept(found, planned)
-        with owned(storage, where, no_job=no_job, keep=found.keep, deletes=planned.delete) as run:
+        with owned(storage, where, no_job=no_job, keep=keep, deletes=planned.delete) as run:
             # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
             wanted = [number for number in planned.delete if number in (*again, *half)]

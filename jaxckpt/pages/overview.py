@@ -21,7 +21,13 @@ from jaxckpt._run.index import LISTINGS, StepIndex, at_once
 from jaxckpt._run.ledger import read_ledger
 from jaxckpt._run.listing import Listing, existing_root, shown
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedFormat,
+    is_io_failure,
+)
 from jaxckpt.format import names
 from jaxckpt.format.ledger import Start
 from jaxckpt.format.run import guess_names, is_like_step
@@ -31,6 +37,7 @@ from jaxckpt.types import StepInfo
 FIRST: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE, names.OWNER, names.LEDGER}
 )
+_RENEW: Final = "To record another policy, open the run with CheckpointManager(..., keep=...)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +103,9 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         if not steps and listing.steps:  # a writer deleted them meanwhile
             index, listing, steps = _look_around(storage, where)
     seen = {step.name for step in steps}
-    keep = policy_of(index)
+    keep = None
+    with contextlib.suppress(CheckpointError):  # viewers can do without the policy
+        keep = policy_of(index)
     starts = read_ledger(index) if names.LEDGER in listing.entries else []
     described = listing.strays(besides=[keep and keep.move_to])
     strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
@@ -161,12 +170,25 @@ def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
 
 
 def policy_of(index: StepIndex) -> KeepPolicy | None:
-    """Returns the policy of the last writer, without `when`; None if unknown."""
-    owner = index.owner()
+    """Returns the policy of the last writer, without `when`; None if no writer recorded one.
+
+    Raises:
+        CorruptCheckpoint, UnsupportedFormat: the policy cannot be read; it may move steps.
+    """
+    file, owner = f"{index.root}/{names.OWNER}", index.owner()
+    if owner is None and index.storage.kind(file) is not None:
+        raise CorruptCheckpoint(
+            f"{file}: expected the keep policy of the last job, but the file is damaged. {_RENEW}",
+            file=file,
+        )
+    fields = {} if owner is None else owner.keep
     try:
-        return None if owner is None or not owner.keep else KeepPolicy(**owner.keep)
-    except (TypeError, ValueError):  # a newer jaxckpt's
-        return None
+        return KeepPolicy(**fields) if fields else None
+    except (TypeError, ValueError) as error:
+        raise UnsupportedFormat(
+            f"{file}: expected a keep policy of this release of jaxckpt, got {dict(fields)} "
+            f"({error}). Use the release that wrote it. {_RENEW}"
+        ) from error
 
 
 def _look_around(storage: Storage, root: str) -> tuple[StepIndex, Listing, list[StepOverview]]:

@@ -176,6 +176,28 @@ def test_on_a_terminal_rm_asks(root, answer, code, left):
     assert len(steps_of(root)) == left
 
 
+@pytest.mark.parametrize("damage", ["a field of a newer release", "half a file"])
+@pytest.mark.parametrize("command", [("rm", "100"), ("gc", "--last", "1")])
+def test_rm_and_gc_refuse_if_they_cannot_read_the_policy_of_the_run(root, command, damage):
+    """It may say to move steps, and they would delete them for good."""
+    with CheckpointManager(root, keep=jaxckpt.KeepPolicy(move_to="bin")):
+        pass
+    file = root / names.OWNER
+    facts = json.loads(file.read_bytes())
+    facts["keep"]["every_hours"] = 5
+    text = json.dumps(facts)
+    file.write_text(text if damage.startswith("a field") else text[:40])
+    before = content(root)
+
+    code, _, err = cli(command[0], root, *command[1:], "--yes")
+
+    assert code == 2
+    assert f"{file}: expected" in err
+    assert "CheckpointManager(..., keep=...)" in err
+    assert content(root) == before
+    assert overview(root).keep is None  # which only shows the run
+
+
 def test_rm_refuses_a_pinned_step(root):
     """And with it the others."""
     cli("pin", root, 100)
