@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import posixpath
+from collections.abc import Iterator
 
 import click
 
 from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
+from jaxckpt.errors import SaveFailed
+from jaxckpt.format import names
+from jaxckpt.format.run import is_like_step
 
 _INDEX = ".index.json"
 
@@ -43,16 +50,17 @@ def convert(
     from jaxckpt._convert.convert import convert as convert_checkpoint
 
     _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
-    convert_checkpoint(
-        src,
-        dst,
-        item=item,
-        dtype=dtype,
-        compression=compression,
-        ocdbt=ocdbt,
-        overwrite=overwrite,
-        **_options.chosen(only, skip),
-    )
+    with _keeping_jobs_out(dst, overwrite=overwrite):
+        convert_checkpoint(
+            src,
+            dst,
+            item=item,
+            dtype=dtype,
+            compression=compression,
+            ocdbt=ocdbt,
+            overwrite=overwrite,
+            **_options.chosen(only, skip),
+        )
     _wrote(dst, as_json=as_json)
 
 
@@ -119,7 +127,8 @@ def import_(
     from jaxckpt._convert.safetensors import import_safetensors
 
     _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
-    import_safetensors(path, dst, dtype=dtype, overwrite=overwrite)
+    with _keeping_jobs_out(dst, overwrite=overwrite):
+        import_safetensors(path, dst, dtype=dtype, overwrite=overwrite)
     _wrote(dst, as_json=as_json)
 
 
@@ -172,7 +181,6 @@ def upload(
     from jaxckpt._run.upload import missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
-    from jaxckpt.errors import SaveFailed
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
@@ -267,6 +275,31 @@ def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:
     places = [locate(path) for path in paths if overwrite]
     if there := [where for storage, where in places if storage.kind(where) is not None]:
         _output.confirm(f"Replace {there[0]}?", yes=yes)
+
+
+@contextlib.contextmanager
+def _keeping_jobs_out(dst: str, *, overwrite: bool) -> Iterator[None]:
+    """Locks the run of which DST is a step, if it is one and the file system has locks.
+
+    Raises:
+        SaveFailed: a running job owns the run.
+        ValueError: the step to replace is pinned.
+    """
+    from jaxckpt.cli._owned import locked
+    from jaxckpt.storage import locate
+
+    storage, where = locate(dst)
+    root, name = posixpath.split(where)
+    with contextlib.ExitStack() as stack:
+        if is_like_step(name) and storage.kind(f"{root}/{names.LOCK}") is not None:
+            try:
+                stack.enter_context(locked(storage, root))
+            except SaveFailed as error:
+                if not isinstance(error.__cause__, io.UnsupportedOperation):
+                    raise
+        if overwrite and storage.kind(f"{where}/{names.PINNED}") is not None:
+            raise ValueError(f"{where} is pinned. To unpin it, run: jaxckpt unpin {where}")
+        yield
 
 
 def _wrote(path: str, *, as_json: bool) -> None:

@@ -467,6 +467,26 @@ def test_convert_asks_before_it_replaces_what_is_at_a_url(root):
     assert said_json("convert", root, f"{target}2") == (0, {"path": f"{target}2"})
 
 
+def test_convert_and_import_write_no_step_of_a_run_beside_its_job(root):
+    """Nor replace a pinned step after the job."""
+    other, file = root.parent / "other", root.parent / "m.safetensors"
+    jaxckpt.save(other, {"w": np.ones(3)})
+    cli("export", other, file)
+    over = ("--overwrite", "--yes")
+    with CheckpointManager(root):
+        refused = [
+            cli("convert", other, root / "100", *over),
+            cli("convert", other, root / "900"),
+            cli("import", file, root / "900"),
+        ]
+
+    pinned, free = (cli("convert", other, root / step, *over) for step in ("200", "300"))
+
+    assert [code for code, _, err in refused if "in use by a running job" in err] == [2] * 3
+    assert (pinned[0], f"jaxckpt unpin {root}/200" in pinned[2]) == (2, True)
+    assert (free[0], "params" in jaxckpt.restore(root / "200")) == (0, True)
+
+
 @pytest.mark.parametrize("command", ["convert", "cp"])
 def test_convert_copies_a_part_in_another_dtype(root, command):
     """Under both names; what is there is replaced only if asked for, and with a yes."""
