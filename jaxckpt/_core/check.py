@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxckpt._core.text import nearest, shown
 from jaxckpt.format.arrays import MAX_ZSTD_LEVEL, STORABLE_DTYPES
+from jaxckpt.format.run import MAX_STEP
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,6 +103,14 @@ def as_step(who: str, step: Any) -> int:  # of an int, or an array of one
         number = None
     if number is None or isinstance(step, bool):
         raise TypeError(f"{who}: step must be an int, got {shown(step)}")
+    return number
+
+
+def as_new_step(who: str, step: Any) -> int:
+    """Returns the number of a step to be written; a longer number would not be found again."""
+    number = as_step(who, step)
+    if not 0 <= number <= MAX_STEP:
+        raise ValueError(f"{who}: step must be between 0 and {MAX_STEP}, got {number}")
     return number
 
 

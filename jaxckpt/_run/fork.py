@@ -6,7 +6,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 
-from jaxckpt._core.check import as_step, explained
+from jaxckpt._core.check import as_new_step, explained
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current
@@ -117,7 +117,7 @@ def _is_gone(storage: Storage, path: str) -> bool:
 def _name_of(found: Found, step: int | None) -> str:
     name = posixpath.basename(found.path)
     if step is not None:
-        return run.StepNames().of(as_step("fork", step))
+        return run.StepNames().of(as_new_step("fork", step))
     if not run.is_like_step(name):
         raise ValueError(f"{found.path} is not named like a step; pass a number: fork(..., step=0)")
     return name

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt._core import fingerprint
-from jaxckpt._core.check import calling
+from jaxckpt._core.check import as_new_step, calling
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
@@ -36,7 +36,6 @@ from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
 from jaxckpt._save.worker import Worker
 from jaxckpt.format import names
 from jaxckpt.format.ledger import PREEMPTED
-from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
@@ -193,9 +192,7 @@ class Saver:
 
     def decide(self, step: int, *, force: bool = False) -> Decision:
         """Returns whether a step is saved: for preemption, by force or by a rule."""
-        if not 0 <= step <= MAX_STEP:
-            raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
-        self.ledger.saw(step)
+        self.ledger.saw(as_new_step("save", step))
         self.decision, self._is_durable = self._decide(step, force)
         return self.decision
 

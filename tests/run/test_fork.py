@@ -52,6 +52,17 @@ def files_of(folder):
     }
 
 
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_fork_gets_a_step_that_a_run_can_have(base, step):
+    """A longer number is no step, so the run would look empty."""
+    new = base.parent / "new"
+
+    with pytest.raises(ValueError, match=f"fork: step must be between 0 and 9+, got {step}"):
+        jaxckpt.fork(base, new, step=step)
+
+    assert not (new / str(step)).exists()
+
+
 def test_the_newest_good_step_of_a_run_is_forked(base, tmp_path, caplog):
     """Of a run, the newest good step is; small files are read, and arrays are not."""
     file = base / "7" / "state" / "_sharding"
