@@ -155,6 +155,27 @@ def _has_mark(storage: Storage, path: str) -> bool:
     return False
 
 
+def newest_committed(storage: Storage, path: str) -> str:
+    """Returns the path of a run's newest committed step, damaged or not; `path` if it has none."""
+    root, passed = real(storage, path), []
+    entries = listing(storage, root) or {}
+    is_run = names.TREE_METADATA not in entries and _CHECKPOINT_MARKS.isdisjoint(entries)
+    for name in _steps(entries) if is_run else ():
+        if _may_be_committed(storage, f"{root}/{name}"):
+            warn_skipped(root, passed, name)
+            return f"{root}/{name}"
+        passed.append(f"{name} is not a committed step")
+    return path
+
+
+def _may_be_committed(storage: Storage, path: str) -> bool:
+    marker = f"{path}/{names.COMMIT_MARKER}"
+    try:
+        return looks_committed(storage, path) or storage.kind(marker) == "file"
+    except OSError as error:  # a file, or unreadable: reading it says so
+        return not isinstance(error, FileNotFoundError)
+
+
 def step_path(storage: Storage, root: str, number: int) -> str:
     """Returns the path of a step of a run; a plain one if the run does not have it."""
     found = ((name, _STEP.fullmatch(name)) for name in _steps(listing(storage, root) or {}))

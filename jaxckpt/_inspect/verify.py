@@ -11,7 +11,7 @@ from jaxckpt._core.box import cut, tile, whole, widened
 from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest
+from jaxckpt._disk.find import at_rest, newest_committed
 from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem, is_item, present_files
 from jaxckpt._disk.item import lost_trees, open_item
 from jaxckpt._disk.native import Item
@@ -32,7 +32,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Reads all of a checkpoint, and compares it with its checksums.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (verifies its newest good step).
+        path: A checkpoint, one of its items, or a run's root (verifies its newest committed step;
+            a damaged one does not give way to an earlier one).
 
     Returns:
         A report. Damage is listed in `.problems`, not raised.
@@ -41,7 +42,15 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         CheckpointNotFound: `path` lacks a committed checkpoint.
         UnsupportedFormat: a newer program wrote it.
     """
-    return verify_in(*locate(path))
+    storage, where = locate(path)
+    newest = newest_committed(storage, where)
+    while True:
+        try:
+            return verify_in(storage, newest)
+        except CheckpointNotFound:
+            before, newest = newest, newest_committed(storage, where)
+            if newest == before:  # otherwise a job has deleted it and committed others
+                raise
 
 
 def verify_in(storage: Storage, where: str) -> VerifyReport:

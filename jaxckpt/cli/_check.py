@@ -27,8 +27,8 @@ _HASH: Final = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 def verify(path: str, local: str | None, as_json: bool) -> int:
     """Read all of a checkpoint and check it against its checksums.
 
-    PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest complete
-    step. `scrub --dry-run` checks all steps.
+    PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest
+    committed step, damaged or not. `scrub --dry-run` checks all steps.
     """
     from jaxckpt._inspect.verify import verify as verify_checkpoint
 

@@ -70,6 +70,27 @@ def files_of(path):
     return sorted(p for p in path.rglob("*") if p.is_file())
 
 
+@pytest.mark.parametrize(
+    "file", ["state/_METADATA", "state/manifest.ocdbt", names.RECORD, names.CHECKPOINT_METADATA]
+)
+def test_of_a_run_it_reads_the_newest_step_damaged_or_not(tmp_path, file):
+    """An earlier one does not stand in for it, as in a restore; a save under way is passed over."""
+    root = tmp_path / "run"
+    with jaxckpt.CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": np.full(9, step)})
+    (root / "3" / names.COMMIT_MARKER).unlink()
+    good = jaxckpt.verify(root)
+    data = bytearray((root / "2" / file).read_bytes())
+    data[len(data) // 2] ^= 4
+    (root / "2" / file).write_bytes(data)
+
+    report = jaxckpt.verify(root)
+
+    assert (good.path, good.ok) == (str(root / "2"), True)
+    assert (report.path, report.damaged) == (str(root / "2"), True)
+
+
 def data_files(path):
     return sorted((path / "state" / names.OCDBT_DATA).iterdir())
 
