@@ -298,7 +298,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDiff:
-    """One leaf that both checkpoints have, with a difference.
+    """One leaf or container that both checkpoints have, with a difference.
 
     The fields about values are None if values were not compared: not requested, of another shape,
     or not numbers. A PRNG key is compared by its data.
@@ -369,8 +369,10 @@ class DiffReport:
     Attributes:
         a, b: The checkpoints.
         only_a, only_b: Paths of the leaves that only one of them has.
-        changed: The leaves that both have and that differ.
+        changed: The leaves that both have and that differ, and the containers of other types.
         same_paths: Paths of the leaves that do not differ.
+        uncompared: Further items that both have, and that were not compared.
+        unmatched: Further items that only one of them has.
     """
 
     a: str
@@ -379,6 +381,8 @@ class DiffReport:
     only_b: tuple[str, ...]
     changed: tuple[LeafDiff, ...]
     same_paths: tuple[str, ...]
+    uncompared: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     @property
     def same(self) -> int:
@@ -388,13 +392,15 @@ class DiffReport:
     @property
     def equal(self) -> bool:
         """Returns whether the checkpoints are equal."""
-        return not (self.only_a or self.only_b or self.changed)
+        return not (self.only_a or self.only_b or self.changed or self.unmatched)
 
     def __repr__(self) -> str:
-        count = len(self.only_a) + len(self.only_b) + len(self.changed)
-        result = "equal" if self.equal else f"{count} differ"
+        leaves = len(self.only_a) + len(self.only_b) + len(self.changed)
+        result = "equal" if self.equal else f"{leaves + len(self.unmatched)} differ"
         title = f"{self.a} -> {self.b}: {result}, {counted(self.same, 'leaf')} the same"
-        if self.equal:
+        for what, items in (("not compared", self.uncompared), ("in one only", self.unmatched)):
+            title += f"; {what}: item {', '.join(map(printable, items))}" if items else ""
+        if not leaves:
             return title
         columns = zip(["", *DIFF_HEAD], *self._rows(), strict=True)
         used = [column for column in columns if any(column[1:])]

@@ -33,7 +33,8 @@ from jaxckpt._inspect.value_stream import (
     is_text,
     read_values,
 )
-from jaxckpt.format.tree import Leaf, Path, path_text
+from jaxckpt.format import names
+from jaxckpt.format.tree import Leaf, Node, Path, Tree, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import DiffReport, LeafDiff
 
@@ -55,11 +56,13 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> DiffReport:
-    """Compares two checkpoints: their leaves, dtypes, shapes and values.
+    """Compares two checkpoints: their containers, leaves, dtypes, shapes and values.
 
-    Their chunks and formats may differ. A jax array, a numpy array and a Python number of one dtype
-    and shape are equal; so are 0.0 and -0.0, and NaNs in the same place. A leaf with another dtype
-    has changed; its values are compared as float64 or complex128, and integers exactly.
+    Their chunks and formats may differ. Containers and keys are compared by type if both record
+    it, as jaxckpt does. Without `item`, checkpoints with different items are not equal. A jax
+    array, a numpy array and a Python number of one dtype and shape are equal; so are 0.0 and -0.0,
+    and NaNs in the same place. A leaf with another dtype has changed; its values are compared as
+    float64 or complex128, and integers exactly.
 
     Args:
         a, b: Checkpoints, items of checkpoints, or runs' roots (compares their newest good steps).
@@ -93,9 +96,23 @@ def diff(
 
     def compare(found_a: Found, found_b: Found) -> DiffReport:
         pair = open_tree(found_a, item), open_tree(found_b, item)
-        return compare_items(*pair, only=only, skip=skip, values=values, rtol=rtol, atol=atol)
+        report = compare_items(*pair, only=only, skip=skip, values=values, rtol=rtol, atol=atol)
+        if item is not None:
+            return report
+        others_a, others_b = _others(found_a, pair[0]), _others(found_b, pair[1])
+        return replace(
+            report,
+            uncompared=tuple(sorted(others_a & others_b)),
+            unmatched=tuple(sorted(others_a ^ others_b)),
+        )
 
     return at_rest(storage_a, at_a, lambda a: at_rest(storage_b, at_b, partial(compare, a)))
+
+
+def _others(found: Found, item: Item) -> set[str]:
+    """Returns the items of a checkpoint beside the one compared, and its metrics."""
+    names_of = {name for name, path in found.items.items() if path != item.path}
+    return names_of - {names.METRICS_ITEM}
 
 
 def compare_items(
@@ -118,12 +135,17 @@ def compare_items(
     pairs = {path: _Pair(all_a[path], all_b[path], rtol=rtol, atol=atol) for path in both}
     if values:
         _read(a, b, pairs, budget_bytes)
+    containers = [
+        LeafDiff(path=path_text(path), a=_container(one), b=_container(other), size=0)
+        for path, one, other in _containers_of_both(a.tree, b.tree)
+        if path not in pairs and chosen(path) and _keys(one) != _keys(other)
+    ]
     return DiffReport(
         a=a.path,
         b=b.path,
         only_a=tuple(path_text(p) for p in all_a if p not in all_b and chosen(p)),
         only_b=tuple(path_text(p) for p in all_b if p not in all_a and chosen(p)),
-        changed=tuple(pair.result() for pair in pairs.values() if pair.differs),
+        changed=(*containers, *(pair.result() for pair in pairs.values() if pair.differs)),
         same_paths=tuple(pair.a.text for pair in pairs.values() if not pair.differs),
     )
 
@@ -225,6 +247,38 @@ class _Pair:
         )
 
 
+# --- containers -----------------------------------------------------------------------------
+
+
+def _containers_of_both(a: Tree, b: Tree) -> Iterator[tuple[Path, Node, Node]]:
+    """Yields the containers at the same place in both trees, if both recorded their types."""
+    left: list[tuple[Path, Node | None, Node | None]] = [((), a.root, b.root)]
+    while left and a.typed and b.typed:
+        path, one, other = left.pop()
+        if one is None or other is None:
+            continue
+        yield path, one, other
+        children = dict(zip(other.names, other.children, strict=True))
+        for name, child in zip(one.names, one.children, strict=True):
+            left.append(((*path, name), child, children.get(name)))
+
+
+def _keys(node: Node) -> tuple[str, dict[str, str]]:
+    """Returns the type of a container, and those of the keys that are not strings."""
+    keys = zip(node.names, node.keys or (), strict=False)
+    return _kind(node), {name: type(key).__name__ for name, key in keys if type(key) is not str}
+
+
+def _kind(node: Node) -> str:
+    """Returns the type of a container; a class that was moved to another module is the same."""
+    return node.type if node.cls is None else node.cls[1]
+
+
+def _container(node: Node) -> str:
+    kind, keys = _keys(node)
+    return f"{kind} with keys of type {', '.join(sorted({*keys.values()}))}" if keys else kind
+
+
 # --- leaves as text --------------------------------------------------------------------------
 
 
@@ -281,8 +335,14 @@ def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared
     gaps[same] = 0.0  # also of infinities
     nan_a, nan_b = np.isnan(a), np.isnan(b)
     gaps[nan_a | nan_b] = np.nan  # also of complex numbers with one infinite part
-    found = _compared(gaps, sizes, same | (nan_a & nan_b), rtol=rtol, atol=atol)
+    same = _same(a.real, b.real) & _same(a.imag, b.imag)
+    found = _compared(gaps, sizes, same, rtol=rtol, atol=atol)
     return replace(found, nan_a=int(np.count_nonzero(nan_a)), nan_b=int(np.count_nonzero(nan_b)))
+
+
+def _same(a: Values, b: Values) -> Values:
+    """Returns where real numbers are equal, or both NaN."""
+    return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def _compared(gaps: Values, sizes: Values, same: Values, *, rtol: float, atol: float) -> Compared:

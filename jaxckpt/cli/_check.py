@@ -130,7 +130,7 @@ def _print_differences(found: DiffReport) -> None:
 
 
 def _differences(found: DiffReport) -> dict[str, object]:
-    names = ("equal", "same", "only_a", "only_b", "changed")
+    names = ("equal", "same", "only_a", "only_b", "changed", "uncompared", "unmatched")
     return {name: getattr(found, name) for name in names}
 
 

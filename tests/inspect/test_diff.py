@@ -6,6 +6,7 @@ import math
 import re
 import tempfile
 import tracemalloc
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -433,3 +434,51 @@ def test_a_long_report_is_cut(tmp_path):
     assert len(str(report).splitlines()) < 210
     assert "and 101 more" in str(report)
     assert "301 differ, 0 leaves the same" in str(report)
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, 2), [1, 2]),
+        ({0: 1}, {"0": 1}),
+        ([1], {"0": 1}),
+        (Point(1, 2), {"x": 1, "y": 2}),
+        ({"w": np.array([complex(3, np.nan)])}, {"w": np.array([complex(np.nan, 3)])}),
+    ],
+)
+def test_trees_of_other_types_differ(tmp_path, one, other):
+    """Containers, keys, and the parts of complex numbers; but not in what was not recorded."""
+    for name, tree in (("a", one), ("again", one), ("b", other)):
+        jaxckpt.save(tmp_path / name, {"t": tree})
+
+    changed = jaxckpt.diff(tmp_path / "a", tmp_path / "b").changed
+
+    assert [leaf.path.split("/")[0] for leaf in changed] == ["t"]
+    assert changed[0].a != changed[0].b or changed[0].differing == 1
+    assert jaxckpt.diff(tmp_path / "a", tmp_path / "again").equal
+
+
+def test_it_names_the_items_that_it_does_not_compare(tmp_path):
+    """Checkpoints with other items are not equal, whatever the tree that was compared."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(
+            1, {"w": 1}, items={"ema": {"w": np.ones(1)}, "data": {"at": 1}}, metrics={"loss": 1}
+        )
+        manager.save(2, {"w": 1}, items={"ema": {"w": np.zeros(1)}, "data": {"at": 2}})
+        manager.save(3, {"w": 1}, items={"ema": {"w": np.ones(1)}})
+
+    same = jaxckpt.diff(tmp_path / "1", tmp_path / "2")
+    fewer = jaxckpt.diff(tmp_path / "1", tmp_path / "3")
+
+    assert (same.equal, same.uncompared, same.unmatched) == (True, ("data", "ema"), ())
+    assert str(same).endswith("equal, 1 leaf the same; not compared: item data, ema")
+    assert (fewer.equal, fewer.uncompared, fewer.unmatched) == (False, ("ema",), ("data",))
+    assert str(fewer).endswith(
+        "1 differ, 1 leaf the same; not compared: item ema; in one only: item data"
+    )
+    assert jaxckpt.diff(tmp_path / "1", tmp_path / "3", item="ema").equal
