@@ -73,6 +73,7 @@ def space(path: str) -> Space:
         parts = at_once(
             lambda step: _part(storage, step.path, step.step, step.items), steps, storage
         )
+        parts = [part for part in parts if part[2]]  # others were deleted meanwhile
     else:
         found = _found(storage, where)
         parts = [] if found is None else [_part(storage, found.path, None, tuple(found.items))]
@@ -160,14 +161,12 @@ def _files(storage: Storage, top: str) -> list[_File]:
             _File(path=name, inode=(f"{top}/{name}", 0), size_bytes=entry.size, is_shared=False)
             for name, entry in storage.files(top).items()
         ]
-    if not os.path.isdir(top):
-        return [_file(top, os.path.basename(top))]
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
     found = []
-    for folder, _, names in os.walk(top):
-        for name in names:
-            path = os.path.join(folder, name)
-            with contextlib.suppress(FileNotFoundError):  # deleted just now
-                found.append(_file(path, os.path.relpath(path, top)))
+    for path in paths or [top] * (not os.path.isdir(top)):
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            name = os.path.basename(top) if path == top else os.path.relpath(path, top)
+            found.append(_file(path, name))
     return found
 
 

@@ -20,7 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CheckpointManager
+from jaxckpt.cli import _space
 from jaxckpt.cli._app import app
+from jaxckpt.pages.overview import overview
 from jaxckpt.storage import LocalStorage
 from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
 from tests.golden.fixture import golden_names
@@ -324,6 +326,21 @@ def test_du_adds_up(root):
     assert found["branches"]["state/params"] == 3 * first["branches"]["state/params"]
     assert found["items"]["config"] == 3 * first["items"]["config"]
     assert found["shared_bytes"] == 0
+
+
+def test_du_leaves_out_a_step_that_its_job_deletes_meanwhile(root, monkeypatch):
+    """Between the listing of the run and the sizes of the files."""
+
+    def then_deleted(path):
+        found = overview(path)
+        shutil.rmtree(root / "100")
+        return found
+
+    monkeypatch.setattr(_space, "overview", then_deleted)
+
+    code, found = said_json("du", root)
+
+    assert (code, [step["step"] for step in found["steps"]]) == (0, [200, 300])
 
 
 def test_du_counts_hard_links_once(root):
