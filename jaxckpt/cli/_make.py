@@ -12,7 +12,7 @@ import click
 
 from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.errors import SaveFailed
+from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.run import is_like_step
 
@@ -184,6 +184,8 @@ def upload(
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
+    for step in steps:
+        source.check_there(step)  # before DST is made
     storage.make_dir(root)
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))
@@ -195,9 +197,16 @@ def upload(
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
         for step in steps or missing_steps(source, target):
-            sent = upload_step(
-                source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
-            )
+            try:
+                sent = upload_step(
+                    source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
+                )
+            except (CheckpointError, OSError):
+                source.forget(step)
+                if steps or source.is_committed(step):
+                    raise
+                _output.note(f"step {step} was deleted meanwhile, and is left out")
+                continue
             done.append(sent)
             if not as_json:
                 kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""
@@ -230,7 +239,6 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     from jaxckpt._run.local import check_same_run
     from jaxckpt._run.scrub import look
     from jaxckpt.cli._owned import owned
-    from jaxckpt.errors import CheckpointError
 
     good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)
     check_same_run(good, StepIndex(storage, where, quiet=True), asked_for=True)

@@ -204,6 +204,24 @@ def test_the_command_stops_when_a_job_takes_the_run(source, tmp_path, place):
         assert manager.restore() == {"w": 5}
 
 
+def test_a_step_that_its_job_deletes_meanwhile_is_left_out(source, tmp_path, capsys):
+    """It was not named; a named step that is not there is an error, and nothing is made for it."""
+    target, other = tmp_path / "remote", tmp_path / "other"
+
+    def delete(verb, path):
+        if f"{target}/2" in path and (source / "2").exists():
+            (source / "2").rename(tmp_path / "deleted")
+
+    options = {"steps": (), "max_rate": None, "no_job": False, "as_json": True}
+    code = upload_command.callback(src=str(source), dst=watched(target, delete), **options)
+    missing = cli("upload", source, other, "--step", 1, "--step", 99)
+
+    assert (code, index_of(target).steps()) == (0, [1, 3])
+    assert "step 2 was deleted meanwhile" in capsys.readouterr().err
+    assert (missing[0], "has no committed step 99" in missing[2]) == (2, True)
+    assert not other.exists()
+
+
 def leave_all_but_the_marker(source, root):
     """Leaves an upload whose job died just before its last file."""
 
