@@ -104,6 +104,12 @@ def export_safetensors(
     return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite=overwrite)
 
 
+def files_of_model(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the files that an export to a path would replace: a file, or shards and an index."""
+    model = _Model(*locate(path))
+    return [f"{model.folder}/{name}" for name in model.files()]
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
     """The files of one model: `<stem>.safetensors`, or its shards and their index."""

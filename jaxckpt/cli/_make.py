@@ -16,8 +16,6 @@ from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.run import is_like_step
 
-_INDEX = ".index.json"
-
 
 @click.command(cls=_options.OnSteps)
 @click.argument("src", type=_options.PATH)
@@ -95,9 +93,10 @@ def export(
     PATH is a `.safetensors` file. With --max-shard there may be several files and an index, as on
     Hugging Face.
     """
-    from jaxckpt._convert.safetensors import export_safetensors
+    from jaxckpt._convert.safetensors import export_safetensors, files_of_model
 
-    _confirm_overwrite(path, f"{path}{_INDEX}", overwrite=overwrite, yes=yes)
+    if overwrite and (there := files_of_model(path)):
+        _output.confirm(f"Replace {', '.join(there)}?", yes=yes)
     file = export_safetensors(
         src,
         path,
@@ -277,12 +276,12 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     return 1 if failed else 0
 
 
-def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:
+def _confirm_overwrite(path: str, *, overwrite: bool, yes: bool) -> None:
     from jaxckpt.storage import locate
 
-    places = [locate(path) for path in paths if overwrite]
-    if there := [where for storage, where in places if storage.kind(where) is not None]:
-        _output.confirm(f"Replace {there[0]}?", yes=yes)
+    storage, where = locate(path)
+    if overwrite and storage.kind(where) is not None:
+        _output.confirm(f"Replace {where}?", yes=yes)
 
 
 @contextlib.contextmanager

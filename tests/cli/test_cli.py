@@ -549,7 +549,7 @@ def test_convert_writes_plain_files(root):
     assert cli("convert", root, target, "--no-ocdbt")[0] == 0
 
     assert list(target.rglob("zarr.json"))
-    assert cli("diff", root, target)[0] == 0
+    assert cli("diff", root, target, "--item", "state")[0] == 0
 
 
 def test_safetensors_come_and_go(root):
@@ -563,7 +563,10 @@ def test_safetensors_come_and_go(root):
     assert cli(*sharded)[:2] == (0, f"wrote {index}\n")
     assert cli("import", one, root.parent / "b")[0] == 0
     assert cli("import", index, root.parent / "c")[0] == 0
-    assert f"Replace {index}?" in cli(*sharded, "--overwrite")[2]
+    files = ", ".join(sorted(map(str, many.parent.glob(f"{many.stem}-*"))))
+    assert f"Replace {index}, {files}?" in cli(*sharded, "--overwrite")[2]
+    os.unlink(index)  # the shards are deleted, too
+    assert f"Replace {files}?" in cli(*sharded[:5], "--overwrite")[2]
 
     assert len(list(many.parent.glob("*.safetensors"))) == 2
     assert cli("diff", root.parent / "b", root.parent / "c")[0] == 0
