@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -125,7 +126,9 @@ def run(argv: Sequence[str]) -> int:
         code = app.main(list(argv), prog_name=_NAME, standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()  # it may quote names made by others
+        error.show(text)
+        _output.note(text.getvalue().rstrip())
         return 2
     except _output.Declined:
         _output.note("Nothing was done.")

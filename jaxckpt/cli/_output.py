@@ -230,7 +230,7 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ValueError(f"{question} stdin is not a terminal; pass --yes")
-    if not click.confirm(question, err=True):
+    if not click.confirm(harmless(question), err=True):
         raise Declined
 
 

@@ -989,8 +989,10 @@ def test_what_a_checkpoint_holds_gives_a_terminal_no_commands(root):
         ["diff", root / "300", root / "400"],
         ["verify", root.parent / hostile],
         ["show", root.parent / hostile],
+        ["convert", root, root.parent / hostile, "--overwrite"],
+        ["gc", root, "--best", "1", "--metric", "x", "-n"],
     ):
-        _, seen = on_terminal(*argv, NO_COLOR="1")
+        _, seen = on_terminal(*argv, answer="n\n", NO_COLOR="1")
 
         assert "\x1b]0" not in seen
         assert "\x1b[2J" not in seen
