@@ -60,10 +60,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # No command needs an accelerator, and a job may be using it.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        _open_missing()
         for stream in (sys.stdout, sys.stderr):
             # The terminal's encoding may lack characters of names or tree lines.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
     from jaxckpt.cli._app import run
 
-    return run(sys.argv[1:] if argv is None else list(argv))
+    return run(list(argv)) if argv is not None else _emptied(run(sys.argv[1:]))
+
+
+def _open_missing() -> None:
+    """Opens the standard streams that the shell closed (`>&-`) on nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end
+
+
+def _emptied(code: int) -> int:
+    """Writes what is buffered, and returns the exit code: 2 if that is not possible."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # such as a full disk; at exit Python would try again, and end with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = code or 2
+    return code

@@ -115,6 +115,13 @@ def _text(error: Exception) -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Runs one command, prints its error if it fails, and returns the exit code."""
+    try:
+        return _run(argv)
+    except OSError:  # nor can the error be printed; 1 would mean a damaged checkpoint
+        return 2
+
+
+def _run(argv: Sequence[str]) -> int:
     debug = "--debug" in argv[:1]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Warning())

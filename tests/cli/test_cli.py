@@ -999,6 +999,21 @@ def test_what_a_checkpoint_holds_gives_a_terminal_no_commands(root):
         assert "x1b]0;title" in seen
 
 
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [(">/dev/full 2>/dev/full", 2), (">/dev/full 2>&-", 2), (">&-", 0), ("2>&- <&-", 0)],
+)
+def test_broken_streams_are_not_damage(root, streams, code):
+    """A full disk is an error, and a stream that was closed on purpose is not."""
+    program = f"{sys.executable} -m jaxckpt verify {root} {streams}"
+
+    ended = subprocess.run(
+        ["sh", "-c", program], capture_output=True, timeout=TIMEOUT_S, check=False
+    )
+
+    assert (ended.returncode, ended.stderr) == (code, b"")
+
+
 def test_a_reader_that_goes_away_is_no_error(root):
     """As `head` does."""
     with subprocess.Popen(
