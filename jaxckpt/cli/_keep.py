@@ -198,13 +198,13 @@ def _target(path: str, steps: Sequence[int], *, looks: bool = False) -> tuple[De
     """
     from jaxckpt._run.listing import existing_root
     from jaxckpt.cli._owned import run_at
-    from jaxckpt.storage import locate
+    from jaxckpt.storage import PathIn, locate
 
     if steps:
         return run_at(*existing_root(path, looks=looks)), sorted(set(steps))
     storage, where = locate(path)
     root, name = posixpath.split(where)
-    run = run_at(storage, root)
+    run = run_at(*existing_root(PathIn(storage, root)))
     listing = run.index.listing()
     number = listing.naming.step(name) if listing.steps else None
     if number is not None:

@@ -234,6 +234,19 @@ def test_rm_deletes_steps_of_orbax(golden, ram_path, name):
     assert steps_of(root) == [step.step for step in steps[1:]]
 
 
+@pytest.mark.parametrize("command", ["pin", "rm"])
+def test_an_item_named_with_digits_is_not_a_step(tmp_path, command):
+    """Nothing is written into the step that has it."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(7, {"w": 1}, items={"5": {"w": np.ones(2)}})
+    before = content(tmp_path)
+
+    code, _, err = cli(command, tmp_path / "run" / "7" / "5", *(["--yes"] * (command == "rm")))
+
+    assert (code, "is a checkpoint, not a run" in err) == (2, True)
+    assert content(tmp_path) == before
+
+
 # --- a run that has a job -------------------------------------------------------------------------
 
 
