@@ -148,6 +148,21 @@ def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
         assert manager.problems == []
 
 
+def test_heal_brings_an_item_back_that_the_copy_has(tmp_path):
+    """`ls` says that it is missing. An item that was deleted in both is not damage."""
+    saved(tmp_path / "run", 1, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for lost in ("run/1/data", "run/2/data", "copy/2/data"):
+        shutil.rmtree(tmp_path / lost)
+
+    _, listed, _ = cli("ls", tmp_path / "run")
+    code, found = said_json("heal", tmp_path / "run", tmp_path / "copy")
+
+    assert "step 1 lacks items that it had: data\n" in listed
+    assert (code, [*found["mended"]], found["failed"]) == (0, ["1"], {})
+    assert jaxckpt.verify(tmp_path / "run" / "1").ok
+
+
 def test_heal_brings_the_commit_marker_back(tmp_path):
     """Last, when the other bad files are replaced; not from another save of the step."""
     saved(tmp_path / "run", 1, 2)

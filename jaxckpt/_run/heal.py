@@ -74,6 +74,15 @@ def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list
     return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step, check)]
 
 
+def has_lost_item(bad: StepIndex, good: StepIndex, step: int) -> bool:
+    """Returns whether a step lost the directory of an item that its copy in `good` has."""
+    try:
+        ours, theirs = (find(one.storage, one.path(step)) for one in (bad, good))
+    except CheckpointError:
+        return False
+    return not theirs.items.keys().isdisjoint(ours.removed)
+
+
 def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
     """Replaces the bad files of a step that came from the share of a process; returns them."""
     ours, theirs = find(bad.storage, bad.path(step)), find(share.storage, share.check_step(step))

@@ -93,6 +93,8 @@ def print_steps(
             what = "cannot be read" if step.unreadable else "is incomplete"
             problem = step.problem.replace(f"{step.path}/", "")
             _output.echo(f"step {step.step} {what}: {problem}")
+        if step.missing:
+            _output.echo(f"step {step.step} lacks items that it had: {', '.join(step.missing)}")
         if step.differences:
             _output.echo(f"step {step.step} is marked: {'; '.join(step.differences)}")
 

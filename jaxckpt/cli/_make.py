@@ -232,6 +232,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     ROOT and OTHER are roots of runs, one of which was uploaded to the other. Reads every step of
     ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.
     """
+    from jaxckpt._run.heal import has_lost_item
     from jaxckpt._run.heal import heal as heal_step
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
@@ -249,7 +250,11 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
         begun = (n for n in run.index.listing().directories().values() if run.index.has_record(n))
         for step in sorted({*run.index.present(), *begun}):
             report = look(run.leases, step)
-            if not (run.index.has_record(step) if report is None else report.damaged):
+            is_bad = run.index.has_record(step) if report is None else report.damaged
+            if report is not None and not (report.ok or is_bad):
+                # Another program may have removed an item; that is damage if the copy has it.
+                is_bad = has_lost_item(run.index, good, step)
+            if not is_bad:
                 continue
             try:
                 with run.leases.protect(step, changes=True):  # against a later job's

@@ -59,6 +59,7 @@ class StepOverview:
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint that it came from
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     items: tuple[str, ...] = ()  # names; "" if the checkpoint is its own only item
+    missing: tuple[str, ...] = ()  # recorded items whose directories are gone
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds of the save
 
     def info(self, now_s: float) -> StepInfo:
@@ -267,5 +268,6 @@ def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:
         "lineage": dict(record.lineage if record is not None else {}),
         "custom_metadata": dict(found.metadata.custom_metadata or {}),
         "items": tuple(found.items),
+        "missing": () if is_file else tuple(found.removed),
         "phases": dict(record.phases if record is not None else {}),
     }
