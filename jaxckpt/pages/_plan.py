@@ -13,6 +13,7 @@ from jaxckpt.pages._html import escape
 from jaxckpt.pages._svg import Mark
 
 _MOST_BYTES: Final = 1 << 30
+_TOO_MUCH: Final = (RecursionError, OverflowError)  # nested too deep, or numbers without a float
 
 
 def plan_html(file: str | os.PathLike[str]) -> str:
@@ -29,7 +30,7 @@ def plan_html(file: str | os.PathLike[str]) -> str:
             f"{size_text(float(found['state_bytes']))}: arithmetic from rates"
         )
         figures = "".join(map(_figure, found["outlooks"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, *_TOO_MUCH) as error:
         raise ValueError(
             f"{os.fspath(file)} is not a plan ({error!r}). Make one with `jaxckpt plan ... --json`."
         ) from error

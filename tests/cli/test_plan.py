@@ -250,3 +250,18 @@ def test_the_plans_of_the_docs_are_made_by_the_command(monkeypatch, model):
 
     assert (code, err) == (0, "")
     assert out == wanted
+
+
+@pytest.mark.parametrize(
+    "bad", ["[" * 100_000, '{"hosts": 1, "devices_per_host": 1, "state_bytes": 1%s}']
+)
+def test_a_report_refuses_a_plan_that_is_too_deep_or_too_large(tmp_path, bad):
+    """In one line, like any other file that is not a plan."""
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": 1.5})
+    plan = tmp_path / "plan.json"
+    plan.write_text(bad.replace("%s", "0" * 400))
+
+    code, _, err = cli("report", tmp_path / "run", "-o", tmp_path / "a.html", "--plan", plan)
+
+    assert (code, f"{plan} is not a plan" in err, "Traceback" in err) == (2, True, False)
