@@ -265,3 +265,12 @@ def test_a_report_refuses_a_plan_that_is_too_deep_or_too_large(tmp_path, bad):
     code, _, err = cli("report", tmp_path / "run", "-o", tmp_path / "a.html", "--plan", plan)
 
     assert (code, f"{plan} is not a plan" in err, "Traceback" in err) == (2, True, False)
+
+
+def test_a_cluster_too_large_to_plan_for_is_refused(model):
+    """Before a list of its devices is made, which would take all memory."""
+    sizes = ["--hosts", 10**9, "--devices-per-host", 8, "--mesh", f"dp={8 * 10**9}"]
+
+    code, _, err = cli("plan", "planned_model:with_specs", *sizes)
+
+    assert (code, "at most 1,048,576 devices, got 8,000,000,000" in err) == (2, True)

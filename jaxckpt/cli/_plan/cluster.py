@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import Placement, placement_of
+
+_MOST_DEVICES: Final = 1 << 20  # each is an object, and jax looks at all
 
 
 class _Client:
@@ -56,13 +58,17 @@ def cluster_of(hosts: int, devices_per_host: int, axes: Mapping[str, int]) -> Cl
     """Returns a cluster whose devices fill a mesh in order, the last axis fastest.
 
     Raises:
-        ValueError: the mesh has another number of devices.
+        ValueError: the mesh has another number of devices, or too many to plan for.
     """
     count, wanted = hosts * devices_per_host, math.prod(axes.values())
     if count != wanted:
         raise ValueError(
             f"the mesh has {wanted:,} devices, but {hosts:,} hosts of {devices_per_host:,} devices "
             f"have {count:,}. Change --mesh, --hosts or --devices-per-host."
+        )
+    if count > _MOST_DEVICES:
+        raise ValueError(
+            f"a plan is for at most {_MOST_DEVICES:,} devices, got {count:,}. Plan for fewer hosts."
         )
     devices: Any = [Device(i, i // devices_per_host) for i in range(count)]
     shaped = np.array(devices, dtype=object).reshape([*axes.values()])
