@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxckpt._core.check import check_type
 from jaxckpt._run.config import LocalTier, has_unit
 from jaxckpt._run.manager import CheckpointManager
 from jaxckpt._run.retention import KeepPolicy
@@ -56,6 +57,8 @@ def manager_config(**fields: Any) -> ConfigDict:
     config = ConfigDict({**entries, "local": local})
     config.lock()
     fields = _with_texts(fields)
+    for name in {"save", "keep"} & fields.keys():
+        check_type("manager_config", name, fields[name], Mapping | ConfigDict, "a dict of fields")
     if (local := fields.pop("local", None)) is not None:
         is_path = isinstance(local, str)
         fields["local"] = {"directory": local} if is_path else _with_texts(local)

@@ -330,6 +330,8 @@ def test_a_value_of_the_wrong_type_is_refused(manager_config):
 
     with pytest.raises(TypeError):
         config.keep.last = "three"
+    with pytest.raises(TypeError, match="save must be a dict of fields, got None"):
+        manager_config(save=None)
 
 
 # --- absl flags ------------------------------------------------------------------------------
