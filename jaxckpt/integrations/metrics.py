@@ -7,6 +7,7 @@ Durations of restores are in `manager.timings`; the same functions accept them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,13 +76,7 @@ def to_prometheus(registry: Any = None) -> OnCommit:  # a prometheus_client.Coll
     with needing("prometheus-client", "to_prometheus"):
         import prometheus_client as client
 
-    registry = client.REGISTRY if registry is None else registry
-    about = {"registry": registry}
-    seconds = client.Histogram(
-        "jaxckpt_phase_seconds", "Of a save or restore, by phase", ["kind", "phase"], **about
-    )
-    size = client.Counter("jaxckpt_bytes", "Saved or restored by this process", ["kind"], **about)
-    step = client.Gauge("jaxckpt_last_step", "Last saved or restored", ["kind"], **about)
+    seconds, size, step = _instruments(client.REGISTRY if registry is None else registry)
 
     def send(timing: Timing) -> None:
         for phase, took_s in timing.phases.items():
@@ -91,6 +86,19 @@ def to_prometheus(registry: Any = None) -> OnCommit:  # a prometheus_client.Coll
             step.labels(timing.kind).set(timing.step)
 
     return send
+
+
+@functools.cache  # a registry takes metrics of one name only once, also of a second manager
+def _instruments(registry: Any) -> tuple[Any, Any, Any]:
+    import prometheus_client as client
+
+    about = {"registry": registry}
+    seconds = client.Histogram(
+        "jaxckpt_phase_seconds", "Of a save or restore, by phase", ["kind", "phase"], **about
+    )
+    size = client.Counter("jaxckpt_bytes", "Saved or restored by this process", ["kind"], **about)
+    step = client.Gauge("jaxckpt_last_step", "Last saved or restored", ["kind"], **about)
+    return seconds, size, step
 
 
 def to_opentelemetry(meter: Any = None) -> OnCommit:  # an opentelemetry.metrics.Meter
