@@ -42,7 +42,7 @@ def check_exact_resume(
     """Checks that a loop which is killed and resumed computes the bits of an uninterrupted one.
 
     The loop is a generator function of your own. It gets the directory of its run, and yields what
-    it has after each step, when it has called `save`: `(step, state, loss)`, or
+    it has after each step, in order, when it has called `save`: `(step, state, loss)`, or
     `(step, state, loss, batch)`, by which a wrong order of the data is told from other faults. If
     it first yields `(step, state, None)`, what it starts with, a leaf that is not restored is named
     before the first step hides it. It may go on forever; it is closed after `steps`.
@@ -104,8 +104,23 @@ def check_exact_resume(
             leaf="",
             kind="not resumed",
         )
+    _check_each_step_once(resumed, saved.step, steps)
     compare(wanted, resumed, saved)
     return resumed.start
+
+
+def _check_each_step_once(resumed: Trace, after: int, last: int) -> None:
+    """Raises unless a run has each step after the saved one, in order; others are not proved."""
+    found = [row.step for row in resumed.rows if not row.is_start]
+    for wanted, step in zip(range(after + 1, last + 1), found, strict=False):
+        if step != wanted:
+            raise ResumeDiffers(
+                f"the loop resumed from step {after}, but yielded step {step} where step {wanted} "
+                "was due. Let it go on after the step that it restored, and yield each step once.",
+                step=wanted,
+                leaf="",
+                kind="not resumed",
+            )
 
 
 def _newest(run: Path) -> Saved | None:

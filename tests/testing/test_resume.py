@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxckpt import CheckpointManager
 from jaxckpt.testing import ResumeDiffers, check_exact_resume
 from jaxckpt.testing._trace import row_of
 from tests.workers import loops
@@ -156,3 +157,20 @@ def test_what_shows_nothing_is_an_error(tmp_path):
         check_exact_resume(lambda run: (x for x in ()), tmp_path / "d")
     with pytest.raises(ChildProcessError, match="no_such"):
         check_exact_resume("tests.no_such:loop", tmp_path / "e")
+
+
+@pytest.mark.parametrize(("resumed", "wrong"), [([20], 20), ([8, 9, 8, *range(9, 21)], 8)])
+def test_after_the_restore_each_step_is_due_once(tmp_path, resumed, wrong):
+    """Otherwise nothing is shown of the steps between, or of those that are trained again."""
+
+    def loop(run):
+        with CheckpointManager(run) as manager:
+            _, first = manager.restore_or(lambda: {"w": 1.0})
+            for step in resumed if first else range(1, 21):
+                state = {"w": 1.1**step}
+                if step not in manager.all_steps():
+                    manager.save(step, state).result()
+                yield step, state, state["w"]
+
+    with pytest.raises(ResumeDiffers, match=f"yielded step {wrong} where step .* was due"):
+        check_exact_resume(loop, tmp_path)
