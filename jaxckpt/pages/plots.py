@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Device numbers in larger grids are illegible.
 _MAX_LABELLED: Final = 64
 _MAX_NAMED: Final = 8
+_MOST: Final = 1e300  # the scale of an axis overflows if values are further apart
 _MAX_BARS: Final = 40
 _MAX_DEVICES: Final = 1 << 16
 
@@ -41,7 +42,7 @@ def metric(
     """Draws a metric over the existing steps.
 
     The plot marks the steps that the policy keeps, the best step and those that will be deleted.
-    NaN and infinite values are lines across it, and values that span decades have a log scale.
+    NaN, infinite and huge values are lines across it. Values that span decades have a log scale.
 
     Args:
         run: A manager, or the root of a run, with the policy that its last job recorded.
@@ -70,7 +71,7 @@ def metric(
     names = _steps.metric_names(found.steps, told.metric)
     name = name or told.metric or next(iter(names), None)
     valued = [mark for mark in _steps.marks(told, name) if mark.value is not None]
-    marks = [mark for mark in valued if math.isfinite(mark.value or 0.0)]
+    marks = [mark for mark in valued if abs(mark.value or 0.0) <= _MOST]
     if not valued:
         raise ValueError(
             f"no step of {found.path} has a numeric metric {name!r}; found "
@@ -108,7 +109,7 @@ def metric(
             ax.scatter(steps, values, label=label, zorder=3, **{"s": 30, **look})
     lost = [mark.step for mark in valued if mark not in marks]
     for i, step in enumerate(lost):
-        ax.axvline(step, color=_palette.BAD, lw=1.5, label="" if i else "NaN or infinite")
+        ax.axvline(step, color=_palette.BAD, lw=1.5, label="" if i else "NaN, infinite or huge")
     if _svg.spans_decades([mark.value or 0.0 for mark in marks] or [1.0]):
         ax.set_yscale("log")
     ax.set_xlabel("step")

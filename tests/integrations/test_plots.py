@@ -109,7 +109,19 @@ def test_what_is_no_number_is_not_drawn(tmp_path):
 
     assert marked(ax) == {"complete": [(5, 0.5)]}
     assert [line.get_xdata() for line in ax.lines[1:]] == [[0, 0], [1, 1]]
-    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "NaN or infinite"
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "NaN, infinite or huge"
+
+
+def test_a_metric_as_large_as_a_float_is_drawn(tmp_path):
+    """As a line across: no scale of an axis reaches from one such value to the other."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for step, loss in enumerate((1e308, -1e308, 1.0), 1):
+            manager.save(step, {"w": 1}, metrics={"loss": loss})
+
+    ax = plots.metric(tmp_path)
+    ax.figure.canvas.draw()
+
+    assert [len(line.get_xdata()) for line in ax.lines] == [1, 2, 2]
 
 
 def test_values_that_span_decades_have_a_log_scale(tmp_path):
