@@ -367,6 +367,8 @@ def gc(
     planned = plan(found, policy, now_s=time.time(), unfinished=unfinished, half_deleted=half)
     if not as_json:
         _print_plan(found, planned)
+        if dry_run and planned.delete and not no_verify:
+            _output.note("Without -n, gc reads the newer steps that stay; if one is bad, all stay.")
     gone: list[int] = []
     removed: list[int] = []
     stay: dict[int, str] = {}

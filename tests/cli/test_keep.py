@@ -332,8 +332,9 @@ def test_gc_says_why_steps_stay_and_deletes_the_others(root):
     cli("pin", root, 100)
     rules = ("--last", 2, "--every-steps", 400, "--best", 1, "--metric", "loss")
 
-    dry, out, _ = cli("gc", root, *rules, "--dry-run")
+    dry, out, note = cli("gc", root, *rules, "--dry-run")
     _, planned = said_json("gc", root, *rules, "--dry-run")
+    assert note == "Without -n, gc reads the newer steps that stay; if one is bad, all stay.\n"
     assert dry == 0
     rows = [re.split("  +", line) for line in out.splitlines()[1:7]]
     assert [(row[1], row[-1]) for row in rows] == [
@@ -571,8 +572,11 @@ def test_scrub_leaves_a_run_in_which_no_step_is_whole(root):
     before = content(root)
 
     code, _, err = cli("scrub", root, "--yes")
+    _, advice, _ = cli("scrub", root, "--dry-run")
 
     assert code == 1
+    assert "jaxckpt heal" in advice
+    assert "aside" not in advice
     assert "No step is intact" in err
     assert content(root) == before
 
