@@ -222,7 +222,7 @@ def _print_next(root: str, reports: dict[int, VerifyReport], *, aside: bool) -> 
         _output.echo(f"All problems of a step:  jaxckpt verify {root} {bad[0]}")
     if any(report.damaged for report in reports.values()):
         _output.echo(f"Mend from a copy:        jaxckpt heal {root} OTHER")
-        if aside:
+        if aside and any(report.ok for report in reports.values()):  # else none is set aside
             _output.echo(f"Set damaged steps aside: jaxckpt scrub {root}")
 
 
