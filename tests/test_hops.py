@@ -137,12 +137,12 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1747, 11, 20),
-    "manager open + save": (4000, 16, 41),
-    "open + save, local": (6454, 18, 130),
-    "restore(path, like)": (2278, 14, 8),
-    "manager.restore(like)": (2746, 18, 10),
+    "manager open + save": (4015, 16, 41),
+    "open + save, local": (6469, 18, 130),
+    "restore(path, like)": (2281, 14, 8),
+    "manager.restore(like)": (2749, 18, 10),
     "open": (608, 10, 5),
-    "verify": (1907, 15, 17),
+    "verify": (1914, 15, 17),
 }
 
 
@@ -181,11 +181,11 @@ FOLDERS = {
     ".": (838, 445),
     "_convert": (1060, 699),
     "_core": (2686, 1698),
-    "_disk": (5138, 3605),
+    "_disk": (5144, 3608),
     "_inspect": (1234, 835),
     "_progress": (225, 167),
-    "_restore": (2187, 1634),
-    "_run": (9667, 6707),
+    "_restore": (2189, 1636),
+    "_run": (9679, 6717),
     "_save": (2381, 1658),
     "cli": (4690, 3379),
     "format": (3331, 2198),

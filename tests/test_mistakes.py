@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,6 +105,18 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("file is no checkpoint", "Flax msgpack file"),
     ),
     "an empty directory": (lambda s: RESTORE("empty"), ("empty is not a checkpoint", "or a run")),
+    "a run without steps": (
+        lambda s: (jaxckpt.CheckpointManager("new").close(), RESTORE("new")),
+        ("new is a run without a committed step yet",),
+    ),
+    "a directory of weights": (
+        lambda s: (Path("hf").mkdir(), Path("hf/model.safetensors").touch(), RESTORE("hf")),
+        ("hf is not a checkpoint", "hf/model.safetensors"),
+    ),
+    "a function as target": (
+        lambda s: jaxckpt.restore("one", lambda: 1),
+        ("(the tree itself)", "jax.eval_shape"),
+    ),
     "saved into the root": (lambda s: SAVE("/", s), ("/ is no path for", "such as /first")),
     "a text as step of a fork": (
         lambda s: FORK("run", "new", step="7"),

@@ -389,11 +389,17 @@ def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
         return replace(found, items=items)
     if is_item(found, path) or array_names(found, path):
         return replace(found, items={"": path})
+    raise CheckpointNotFound(f"{path} {_what_it_is(path, entries)} {neighbours(storage, path)}")
+
+
+def _what_it_is(path: str, entries: Entries) -> str:
+    """Describes a directory that is no checkpoint."""
+    if not entries.keys().isdisjoint((names.RUN, names.OWNER)):
+        return "is a run without a committed step yet."
     shown = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "")
-    raise CheckpointNotFound(
-        f"{path} is not a checkpoint, an item of a checkpoint or a run; it contains "
-        f"{shown or 'nothing'}. {neighbours(storage, path)}"
-    )
+    text = f"is not a checkpoint, an item of one or a run; it contains {shown or 'nothing'}."
+    weights = sorted(filter(lambda name: name.endswith(safetensors.SUFFIXES), entries), key=len)
+    return f"{text} Its weights are in {path}/{weights[-1]}." if weights else text
 
 
 def _checkpoint_around(storage: Storage, path: str) -> Found | None:

@@ -145,7 +145,8 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
                 if is_abstract:
                     alike[value] = want
         except TypeError as error:
-            raise TypeError(f"like: leaf {path_text(path)} {error}") from None
+            leaf = path_text(path) or "(the tree itself)"
+            raise TypeError(f"like: leaf {leaf} {error}") from None
         keep = keep_values or want.kind in ("empty", "ellipsis")
         wanted.append(Wanted._make((path, *want[1:-1], value if keep else None)))
     return wanted, treedef
@@ -177,9 +178,9 @@ def _want(value: object) -> Wanted:
             return Wanted(path=(), kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         return Wanted(path=(), kind="empty")
-    raise TypeError(
-        f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {type(value).__qualname__}"
-    )
+    hint = ". Pass jax.eval_shape of the function" if callable(value) else ""
+    kind = type(value).__qualname__
+    raise TypeError(f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {kind}{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

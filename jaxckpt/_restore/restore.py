@@ -274,10 +274,11 @@ def _read(
         pairs = together.values(item, plans, read, _convert) if together else read(plans)
         values = {**matched.from_like, **dict(pairs)}
     if chooser.replicated:
+        few, example = counted(len(chooser.replicated), "array"), next(iter(chooser.replicated))
         _logger.warning(
-            "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "
-            "of this mesh, for example %s",
-            *(source.where, len(chooser.replicated), next(iter(chooser.replicated))),
+            "%s: %s cannot be split as when saved, and must be replicated along some axes of this "
+            "mesh, for example %s",
+            *(source.where, few, example),
         )
     for leaf in matched.leaves:
         if leaf.saved.container is not None and values[leaf.path] is None:

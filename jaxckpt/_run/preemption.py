@@ -43,7 +43,7 @@ class Preemption:
             _logger.warning("%s: the processes could not agree on a step", text)
             listens = False
         self._listens = listens
-        self._told = False
+        self._told = self._is_deaf = False
         self._asked: tuple[int, bool] | None = None
         self._from: int | None = None
         self._before: dict[int, Any] = {}
@@ -92,6 +92,7 @@ class Preemption:
             return step >= self._from
         if not self._listens:
             return False
+        self._warn_if_deaf()
         if self._asked is None or self._asked[0] != step:
             # Not the same flag: the first signal after a notice must not end the program.
             told = self._told or self._deadline_s is not None
@@ -99,6 +100,17 @@ class Preemption:
         if self._asked[1]:
             self._from = step
         return self._asked[1]
+
+    def _warn_if_deaf(self) -> None:
+        """Reports once that another handler took the place of this one; in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._before if not self._is_deaf else ():
+            owner = getattr(handler := signal.getsignal(number), "__self__", None)
+            if handler is not self._handler and not isinstance(owner, Preemption):
+                self._is_deaf = True
+                what = f"another handler of {signal.Signals(number).name} was set after the manager"
+                _logger.warning("%s: unless it calls the earlier one, no step is saved then", what)
 
     def close(self) -> None:
         """Restores the previous handlers, unless they were replaced since."""

@@ -2715,6 +2715,23 @@ def test_a_lease_that_has_expired_holds_nothing(tmp_path):
 # --- preemption --------------------------------------------------------------------------------
 
 
+def test_a_handler_that_came_later_is_told(tmp_path, caplog):
+    """It may not call the manager's; once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path / "b"):
+            manager.save(1, {"n": 1})
+            assert not caplog.messages
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            manager.save(2, {"n": 2})
+            manager.save(3, {"n": 3})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    (text,) = caplog.messages
+    assert text.startswith("another handler of SIGTERM was set after the manager")
+
+
 def test_processes_that_cannot_agree_are_not_stopped(caplog):
     """Where jax's service is off, a notice or signal would end them before they save."""
     before = signal.getsignal(signal.SIGUSR1)
