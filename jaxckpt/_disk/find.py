@@ -157,8 +157,10 @@ def _has_mark(storage: Storage, path: str) -> bool:
 
 def newest_committed(storage: Storage, path: str) -> str:
     """Returns the path of a run's newest committed step, damaged or not; `path` if it has none."""
-    root, passed = real(storage, path), []
-    entries = listing(storage, root) or {}
+    root, passed = real(storage, path), list[str]()
+    entries: Entries = {}
+    with contextlib.suppress(OSError):  # reading it says so
+        entries = listing(storage, root) or {}
     is_run = names.TREE_METADATA not in entries and _CHECKPOINT_MARKS.isdisjoint(entries)
     for name in _steps(entries) if is_run else ():
         if _may_be_committed(storage, f"{root}/{name}"):

@@ -291,7 +291,7 @@ def take_tree(
         sources = [source for i, source in enumerate(tree.sources) if i not in left]
         staged = iter(stage(values, sources, copy=copy))
         snapshot = [None if i in left else next(staged) for i in range(len(tree.sources))]
-        own = stage(values, tree.own, copy=copy)
+        own = stage(values, tree.own, copy=copy) if tree.own else ()
         return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes, own=own)
     except TreeMismatch as error:
         one = error.differences[0]

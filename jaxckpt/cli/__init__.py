@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    lost = 0
     if argv is None:
         # No command needs an accelerator, and a job may be using it.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        lost = 2 if sys.stdout is None else 0  # nothing can be printed
         _open_missing()
         for stream in (sys.stdout, sys.stderr):
             # The terminal's encoding may lack characters of names or tree lines.
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stream.reconfigure(errors="replace")
     from jaxckpt.cli._app import run
 
-    return run(list(argv)) if argv is not None else _emptied(run(sys.argv[1:]))
+    return run(list(argv)) if argv is not None else _emptied(run(sys.argv[1:])) or lost
 
 
 def _open_missing() -> None:

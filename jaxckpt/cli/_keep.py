@@ -368,7 +368,7 @@ def gc(
     if not as_json:
         _print_plan(found, planned)
         if dry_run and planned.delete and not no_verify:
-            _output.note("Without -n, gc reads the newer steps that stay; if one is bad, all stay.")
+            _output.echo("Without -n, gc reads the newer steps that stay; if one is bad, all stay.")
     gone: list[int] = []
     removed: list[int] = []
     stay: dict[int, str] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,25 +186,43 @@ def test_a_lock_that_is_taken_too_late_is_released(tmp_path, mount, new):
     held.release()
 
 
-def test_a_lock_that_is_taken_after_an_interrupt_is_released(tmp_path, mount):
-    """The caller has gone, as by Ctrl-C."""
-    lock = tmp_path / "lock"
-    hanging, limited = mount()
-    hanging.verb = "hold"
+INTERRUPTED = """
+import os, signal, sys, threading
+from jaxckpt.storage import LocalStorage
+from tests.storage.test_limit import NFS, Hanging, LimitedStorage
+from tests.waiting import wait_until
 
-    def interrupt():
-        wait_until(lambda: "hold" in hanging.seen)
-        os.kill(os.getpid(), signal.SIGINT)
+hanging = Hanging(LocalStorage())
+hanging.verb = "hold"
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        limited.hold(str(lock), b"x")
-    thread.join()
+def interrupt():
+    wait_until(lambda: "hold" in hanging.seen)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    LimitedStorage(hanging, NFS).hold(sys.argv[1], b"x")
+except KeyboardInterrupt:
     hanging.answer()
+wait_until(lambda: os.path.exists(sys.argv[1]) and open(sys.argv[1], "rb").read() == b"x")
+wait_until(lambda: LocalStorage().hold(sys.argv[1]) is not None)
+print("free")
+"""
 
-    wait_until(lambda: lock.exists() and lock.read_bytes() == b"x")
-    wait_until(lambda: LocalStorage().hold(str(lock)) is not None)
+
+def test_a_lock_that_is_taken_after_an_interrupt_is_released(tmp_path):
+    """The caller has gone, as by Ctrl-C."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "lock")]
+
+    done = subprocess.run(
+        command,
+        check=False,
+        timeout=PATIENCE_S,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+
+    assert done.stdout == b"free\n"
 
 
 def test_a_long_call_that_goes_on_is_not_given_up(set_limit):

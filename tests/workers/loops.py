@@ -100,7 +100,7 @@ def loop(run, *, fault="", start=True, batch=True, steps=12, prefix=None):
             if fault == "numpy":
                 now = now + np.float32(np.random.random())
             if fault == "clock":
-                rate *= 1 + int.from_bytes(os.urandom(1)) / 256
+                rate *= 1 + int.from_bytes(os.urandom(4)) / 2**26
             before = state["added"]
             state, loss = update({k: state[k] for k in ("params", "opt", "key")}, now, rate)
             added, _seen["sum"] = added + float(loss), _seen["sum"] + float(loss)
