@@ -199,6 +199,7 @@ def interrupt():
     wait_until(lambda: "hold" in hanging.seen)
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 threading.Thread(target=interrupt).start()
 try:
     LimitedStorage(hanging, NFS).hold(sys.argv[1], b"x")
