@@ -63,7 +63,7 @@ def put(value, mesh, spec):
 
 
 def tree(mesh, index=0):
-    """Returns a leaf of every kind; host leaves differ from process to process."""
+    """Returns a leaf of every kind; values of numpy and Python differ from process to process."""
     import jax
 
     arrays = {name: put(value, mesh, spec) for name, (value, spec) in expected().items()}
@@ -72,8 +72,8 @@ def tree(mesh, index=0):
     return {
         "arrays": arrays,
         "keys": jax.jit(jax.random.wrap_key_data, out_shardings=split)(data),
-        "key": jax.random.key(7 + index),
-        "local": jax.numpy.full(3, index, np.int32),
+        "key": jax.random.key(7),
+        "local": jax.numpy.zeros(3, np.int32),
         "numpy": np.arange(5) + index,
         "text": f"process {index}",
         "int": 10 + index,
