@@ -13,8 +13,7 @@ from functools import partial
 from typing import ClassVar, final
 
 from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Files, Work, read_small, warn
-from jaxckpt._disk.found import record_at
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StoreError
+from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.format import names
 from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file, listing, together
 
@@ -180,37 +179,17 @@ class MarkerCommit(Attempts):
             ) from error
 
     def _is_finished(self, token: str) -> bool:
-        """Returns whether the next writer left an attempt committed; takes it back if not.
+        """Returns whether the next writer found an attempt committed; takes it back if not.
 
-        Looks with the lock, since the next writer may be finding it committed.
-
-        Raises:
-            StoreError: the next writer has the lock.
+        The next writer then removed no more than the writer's file, which goes last elsewhere.
         """
-
-        def is_there() -> bool:
-            return token in (read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}") or "")
-
-        if not is_there():  # it is gone, or another attempt's by now
+        files = (names.COMMIT_MARKER, names.WRITER, names.RECORD)
+        marker, owner, record = (read_small(self.storage, f"{self.path}/{f}") or "" for f in files)
+        if marker and token not in marker:  # another attempt's by now
             return False
-        writer = read_small(self.storage, f"{self.path}/{names.WRITER}") or ""
-        with self._taken(by_force=False) as mine:
-            if mine is None:
-                raise StoreError("another writer looks at it just now", code=errno.EBUSY)
-            # Requests of a writer that has left its file there may still delete others.
-            is_finished = writer in ("", _COMMITTED) and self._is_whole(token)
-            takes_back = not is_finished and is_there()
-            mine._delete([names.COMMIT_MARKER if takes_back else names.WRITER])
-        return is_finished
-
-    def _is_whole(self, token: str) -> bool:
-        """Returns whether the marker and all files of an attempt are there."""
-        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
-            record, there = record_at(self.storage, self.path), self.storage.files(self.path)
-            if names.COMMIT_MARKER not in there:
-                return False
-            sizes = ((there.get(file), facts.size) for file, facts in record.files.items())
-            return record.token == token and all(entry == ("file", size) for entry, size in sizes)
+        if marker and token in record and owner in ("", _COMMITTED):
+            return True
+        self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
         return False
 
     def abort(self, token: str, *, published: bool) -> None:

@@ -358,7 +358,7 @@ def gc(
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     found = overview(root)
     storage, where = locate(root) if found.steps else existing_run(root)
-    keep = policy_of(run_at(storage, where).index)
+    keep = found.keep or policy_of(run_at(storage, where).index)
     seen = run_at(storage, where, keep=keep)
     _check_metric(found, policy)
     torn = [step.step for step in found.steps if step.problem is not None]

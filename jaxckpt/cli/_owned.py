@@ -50,7 +50,8 @@ def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 def half_deleted(run: Deletion) -> list[int]:
     """Returns the steps that whoever owns the run next deletes: a job died while it did."""
-    doomed, owner = run.leases.doomed(), run.index.owner()
+    doomed = run.leases.doomed()
+    owner = run.index.owner() if doomed.steps else None
     if owner is None or doomed.owner != owner.token:
         return []
     steps = interrupted(run.index, run.index.listing(), doomed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import threading
 import uuid
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, SaveFailed
-from jaxckpt._disk.by_marker import MarkerCommit
 from jaxckpt.errors import StoreError
 from jaxckpt.format import names
 from jaxckpt.storage import MemoryStorage, PathIn, _memory
@@ -90,31 +88,6 @@ def test_a_commit_that_the_store_makes_late_is_whole():
     with CheckpointManager(root) as manager:
         assert manager.all_steps() == [1, 2]
         assert manager.restore(step=2)["n"] == 2
-
-
-def test_a_commit_that_another_job_has_seen_is_not_taken_back():
-    """Another writer takes the directory between the marker and the look whose it is."""
-    root = f"memory://{uuid.uuid4()}/run"
-    step, marked, taken = f"{root}/2", threading.Event(), threading.Event()
-
-    def before(verb, path):
-        if marked.is_set() or verb != "read" or path != f"{step}/{names.WRITER}":
-            return
-        if MemoryStorage().kind(f"{step}/{names.COMMIT_MARKER}") is not None:
-            marked.set()
-            with MarkerCommit(MemoryStorage(), step)._taken(by_force=True):
-                taken.set()
-
-    manager = CheckpointManager(PathIn(WatchedStorage(MemoryStorage(), before), root))
-    manager.save(1, tree(1)).result()
-    handle = manager.save(2, tree(2))
-    with contextlib.suppress(SaveFailed):
-        handle.result()
-
-    assert taken.is_set()
-    assert CheckpointManager(root, mode="r").all_steps() == [1, 2]
-    with contextlib.suppress(SaveFailed):
-        manager.close()
 
 
 @pytest.mark.parametrize("n", range(1, 6))

@@ -81,7 +81,7 @@ def test_requests_are_at_most_those_of_the_page(request, proxied, limits, name):
     count("closing a manager", manager.close)
     again = count("opening a manager of a run", lambda: jaxckpt.CheckpointManager(f"{url}/run"))
     again.close()
-    count("`jaxckpt ls` of two steps; `gc -n` alike", lambda: cli("ls", f"{url}/run"))
+    count("`jaxckpt ls` of two steps; `gc -n` reads one more", lambda: cli("ls", f"{url}/run"))
     count("`jaxckpt du` of two steps", lambda: cli("du", f"{url}/run"))
     count("`jaxckpt rm` of a step", lambda: cli("rm", "-y", f"{url}/run", 3))
 
