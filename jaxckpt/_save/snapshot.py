@@ -13,7 +13,7 @@ import posixpath
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Final, Protocol, TypeVar
 
@@ -178,7 +178,7 @@ class TreeItem:
             if any(self.tree.placed[n] is not None for n in differ):
                 failures[i] = f"{text}. {_ALIKE}"
             elif differ:
-                _logger.warning("process %d %s", i, text)
+                _warn_once(f"a process {text}")
         return failures
 
     def finish(
@@ -200,6 +200,12 @@ class TreeItem:
             check_complete(item, tables, stored)
         united, facts = unite(storage, item, tables, count, work)
         return files | united, facts
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Logs a warning, but not again at each save and for each process."""
+    _logger.warning("%s", text)
 
 
 def _shares(values: Sequence[T]) -> list[Sequence[T]]:

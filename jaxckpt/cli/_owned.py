@@ -49,7 +49,7 @@ def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 
 def half_deleted(run: Deletion) -> list[int]:
-    """Returns the steps that whoever owns the run next deletes: a job died while it did."""
+    """Returns the steps that the next owner of the run deletes: a job died while it did."""
     doomed = run.leases.doomed()
     owner = run.index.owner() if doomed.steps else None
     if owner is None or doomed.owner != owner.token:
@@ -89,9 +89,9 @@ def owned(
     if left := [step for step in half_deleted(run) if step not in deletes]:
         steps = " ".join(map(str, left))
         raise SaveFailed(
-            f"{root}: a job died while it deleted steps {steps}, and whoever opens the run next "
-            f"for writing deletes the rest. Nothing was changed. To delete them now, run: jaxckpt "
-            f"rm {root} {steps}. To keep them, copy them elsewhere first: jaxckpt cp"
+            f"{root}: a job died while it deleted steps {steps}, and the next job that opens the "
+            f"run for writing deletes the rest. Nothing was changed. To delete them now, run: "
+            f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt cp {root}/{left[0]} DST"
         )
     owner.open()
     try:

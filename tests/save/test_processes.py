@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import ProcessesDisagree
+from jaxckpt._save.snapshot import _warn_once
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
 from jaxckpt.storage._arrays import Reader
@@ -203,14 +204,15 @@ def test_an_array_on_the_devices_of_each_process_is_alike_in_all(tmp_path, reque
 @pytest.mark.parametrize("value", [1, 1.5, np.arange(3)], ids=str)
 def test_a_value_of_the_host_that_differs_is_told(tmp_path, caplog, value):
     """Process 0 writes its own; it may be a time, or what another process needs."""
+    _warn_once.cache_clear()
 
     def save(processes):
         jaxckpt.save(tmp_path / "a", {"n": {"mine": value + processes.index, "same": value}})
 
     simulate(3, save)
 
-    told = [f"process {i} has other values of n/mine than process 0" for i in (1, 2)]
-    assert [text.partition(",")[0] for text in caplog.messages] == told
+    (told,) = caplog.messages  # once, however many processes and saves there are
+    assert told.startswith("a process has other values of n/mine than process 0")
     assert np.array_equal(jaxckpt.restore(tmp_path / "a")["n"]["mine"], value)
 
 
