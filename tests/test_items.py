@@ -22,6 +22,7 @@ from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, Pr
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.one_step import delete_item
 from jaxckpt._run.owner import Ownership
 from jaxckpt._save.snapshot import FileItem, Items, take_tree
 from jaxckpt.format import names
@@ -335,12 +336,12 @@ def test_a_crash_while_an_item_is_deleted_leaves_the_step(tmp_path, where, torn)
         url, storage, root = run_at(tmp_path, where)
         dying = CrashingStorage(storage, after, torn=torn)
         with contextlib.suppress(SimulatedCrash):
-            deletion(dying, root).delete_item(1, "ema")
+            delete_item(deletion(dying, root), 1, "ema")
         seen.append(check_the_rest(url))
 
         # A crash after the last change leaves nothing to do.
         with contextlib.suppress(CheckpointNotFound):
-            deletion(storage, root).delete_item(1, "ema")
+            delete_item(deletion(storage, root), 1, "ema")
 
         assert not check_the_rest(url)
         assert storage.kind(f"{root}/1/ema") is None
@@ -384,7 +385,7 @@ def test_an_item_that_is_read_stays(tmp_path):
     found = deletion(storage, root)
 
     with found.leases.protect(1), pytest.raises(ValueError, match="a reader holds"):
-        found.delete_item(1, "ema")
+        delete_item(found, 1, "ema")
 
     assert check_the_rest(url)
 
@@ -394,7 +395,7 @@ def test_what_is_linked_to_a_deleted_item_stays(tmp_path):
     url, storage, root = run_at(tmp_path, "disk")
     jaxckpt.fork(f"{url}/1", tmp_path / "fork")
 
-    deletion(storage, root).delete_item(1, "ema")
+    delete_item(deletion(storage, root), 1, "ema")
 
     assert not check_the_rest(url)
     assert check_the_rest(tmp_path / "fork")
@@ -408,7 +409,7 @@ def test_a_deletion_of_something_else_is_not_finished(tmp_path, name):
     (url / "1" / names.DELETION_RECORD).write_text(text)
 
     with pytest.raises(CorruptCheckpoint, match="invalid item name"):
-        deletion(storage, root).delete_item(1, name)
+        delete_item(deletion(storage, root), 1, name)
 
     (url / "1" / names.DELETION_RECORD).unlink()
     assert check_the_rest(url)
@@ -418,12 +419,12 @@ def test_one_deletion_ends_before_the_next_begins(tmp_path):
     """The error says which is to be done again."""
     url, storage, root = run_at(tmp_path, "disk")
     with contextlib.suppress(SimulatedCrash):
-        deletion(CrashingStorage(storage, 2), root).delete_item(1, "ema")
+        delete_item(deletion(CrashingStorage(storage, 2), root), 1, "ema")
 
     with pytest.raises(ValueError, match="deletion of item 'ema' has not ended"):
-        deletion(storage, root).delete_item(1, "config")
+        delete_item(deletion(storage, root), 1, "config")
 
-    deletion(storage, root).delete_item(1, "ema")
+    delete_item(deletion(storage, root), 1, "ema")
     assert not check_the_rest(url)
 
 
@@ -451,7 +452,7 @@ def test_an_item_whose_deletion_cannot_begin_stays(tmp_path):
             raise OSError(errno.EIO, "no", path)
 
     with pytest.raises(OSError, match="no"):
-        deletion(WatchedStorage(storage, fail), root).delete_item(1, "ema")
+        delete_item(deletion(WatchedStorage(storage, fail), root), 1, "ema")
 
     assert check_the_rest(url)
     assert storage.kind(f"{root}/1/{names.DELETION_RECORD}") is None
@@ -463,7 +464,7 @@ def test_orbax_reads_a_step_without_the_item(tmp_path, dies):
     url, storage, root = run_at(tmp_path, "disk")
     dying = CrashingStorage(storage, 2 if dies else None)
     with contextlib.suppress(SimulatedCrash):
-        deletion(dying, root).delete_item(1, "ema")
+        delete_item(deletion(dying, root), 1, "ema")
 
     with v1.training.Checkpointer(url) as checkpointer:
         assert checkpointer.load(1)["n"] == 1

@@ -53,24 +53,9 @@ class RenameCommit(Attempts):
     def _remove_leftover(self) -> None:
         """Removes a temporary directory of ours unless its writer lives."""
         with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
-            if not self._may_be_written():
+            if not _may_be_written(self):
                 warn(self.path, self._REMAINS)
                 self.remove()
-
-    def _may_be_written(self) -> bool:
-        writer = f"{self.path}/{names.WRITER}"
-        if self.storage.kind(writer) != "file":
-            return False
-        try:
-            hold = self.storage.hold(writer)
-        except io.UnsupportedOperation:
-            warn(self.path, _NO_LOCKS)
-            return True
-        if hold is None:
-            warn(self.path, self._LEFT_ALONE)
-            return True
-        hold.release()
-        return False
 
     def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
         return {}  # they have other names
@@ -109,7 +94,7 @@ class RenameCommit(Attempts):
         """Does steps 8b and 8c; returns the new place of the checkpoint that was here, if any."""
         doomed = None
         if self.storage.kind(self.path) is not None:
-            doomed = self._doomed()
+            doomed = _doomed(self.path)
             self.storage.rename(self.path, doomed)
         self.storage.rename(replacement, self.path)
         return doomed
@@ -130,13 +115,9 @@ class RenameCommit(Attempts):
     ) -> None:
         check()
         # Rename even if another writer is about to delete it: that writer may undo its rename.
-        doomed = self._doomed()
+        doomed = _doomed(self.path)
         take_away(self.storage, self.path, doomed, check=renamed)
         self.storage.delete(doomed)
-
-    def _doomed(self) -> str:
-        name = names.deleting(posixpath.basename(self.path), secrets.token_hex(8))
-        return beside(self.path, name)
 
     def remove_work(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # the other writer was quicker
@@ -149,6 +130,26 @@ class RenameCommit(Attempts):
 
     def is_unfinished(self) -> bool:
         return False
+
+
+def _may_be_written(left: RenameCommit) -> bool:
+    writer = f"{left.path}/{names.WRITER}"
+    if left.storage.kind(writer) != "file":
+        return False
+    try:
+        hold = left.storage.hold(writer)
+    except io.UnsupportedOperation:
+        warn(left.path, _NO_LOCKS)
+        return True
+    if hold is None:
+        warn(left.path, left._LEFT_ALONE)
+        return True
+    hold.release()
+    return False
+
+
+def _doomed(path: str) -> str:
+    return beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
 
 
 def take_away(storage: Storage, path: str, to: str, *, check: Check) -> None:

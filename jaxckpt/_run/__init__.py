@@ -17,7 +17,8 @@ One directory of steps:
     leftovers    what earlier jobs left unfinished
     opening      which manager of a process may write
     ledger       the starts of the run, and what became of each
-    deletion     what goes, what is set aside, what is pinned
+    deletion     what goes, and what is set aside
+    one_step     a pin, and the deletion of one item
     leases       how readers keep a step
     items        the items of a step beside its state
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxckpt._run import one_step
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
 from jaxckpt._run.saver import Saver
@@ -30,23 +31,23 @@ class ByHand:
     timeout_s: float
 
     def pin(self, step: int) -> None:
-        self._everywhere("pin", step, lambda root: root.deletion.pin(step))
+        self._everywhere("pin", step, lambda root: one_step.pin(root.leases, step))
 
     def unpin(self, step: int) -> None:
-        self._everywhere("unpin", step, lambda root: root.deletion.unpin(step))
+        self._everywhere("unpin", step, lambda root: one_step.unpin(root.leases, step))
 
     def delete(self, step: int, item: str | None) -> None:
         def check(root: Root) -> None:
-            if root.has(step) and root.deletion.is_pinned(step):
+            if root.has(step) and one_step.is_pinned(root.index, step):
                 raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
 
         def delete(root: Root) -> None:
             root.index.check_step(step)
             root.owner.fence()
             if item is not None:
-                root.deletion.delete_item(step, item)
+                one_step.delete_item(root.deletion, step, item)
             elif step not in root.deletion.delete([step], asked_for=True):
-                why = root.deletion.why_not(step)
+                why = one_step.why_not_deleted(root.leases, step)
                 raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
 
         self._everywhere("delete", step, delete, check)

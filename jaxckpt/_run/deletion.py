@@ -1,10 +1,9 @@
-"""Deletes steps of a run, sets damaged steps aside, and pins steps against deletion.
+"""Deletes steps of a run, and sets damaged steps aside.
 
 To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and pins, unpublishes
 each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
 that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
-step instead, which a crash leaves either in the run or there. The deletion of one item leaves the
-rest of its step as it is; see `_disk.commit`.
+step instead, which a crash leaves either in the run or there.
 
 A writer that has lost the run deletes nothing, however long it stood still before:
 
@@ -28,7 +27,7 @@ import io
 import posixpath
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, final
@@ -37,14 +36,12 @@ from jaxckpt._disk.attempt import Files
 from jaxckpt._disk.by_marker import Claim
 from jaxckpt._disk.by_rename import take_away
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found
-from jaxckpt._disk.item import choose_item
-from jaxckpt._disk.removal import nested, remove_item
+from jaxckpt._disk.removal import nested
 from jaxckpt._run.facts import is_ours
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
-from jaxckpt.errors import CheckpointNotFound, SaveFailed, is_full
+from jaxckpt._run.leftovers import remove_remains
+from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed
 from jaxckpt.storage import Storage, is_temporary_file, together
@@ -118,7 +115,7 @@ class Deletion:
                         gone.append(wanted[name])
                     elif name in self.half:
                         index.forget(wanted[name])
-                self.half = self._remove_halves(self.half)
+                self.half = remove_remains(self.index, self.half)
                 if is_file_system:  # else each look is a request
                     self.owner.check()
                 if self.half:
@@ -160,7 +157,7 @@ class Deletion:
         try:
             if not storage.create(file, run.encode(doomed)):
                 self.owner.check()  # then the file is of an owner before, or of a failed deletion
-                self.half = self._remove_halves(self.leases.doomed().steps)
+                self.half = remove_remains(self.index, self.leases.doomed().steps)
                 steps += self.half
                 storage.write(file, run.encode(doomed))
         except OSError as error:
@@ -199,22 +196,8 @@ class Deletion:
                 self._remove_leftover(f"{self.index.root}/{entry}")
         if names.DOOMED in entries:
             self.owner.check()
-            self.half = self._remove_halves(self.leases.doomed().steps)
+            self.half = remove_remains(self.index, self.leases.doomed().steps)
             self.leases.doom(self.half)
-
-    def _remove_halves(self, begun: Iterable[str]) -> list[str]:
-        """Removes remains of steps on a storage without renames; returns the steps that stay."""
-        index, left = self.index, []
-        for name in begun:
-            path = f"{index.root}/{name}"
-            try:
-                files = commit_of(index.storage, index.root).left_below([name]).get(name)
-                if files and not commit_of(index.storage, path).remove_left(files):
-                    left.append(name)
-            except OSError as error:
-                index.report(f"{path} is left over and cannot be removed: {error}")
-                left.append(name)
-        return left
 
     def sweep(self, numbers: Iterable[int]) -> None:
         """Removes unfinished saves and uploads from a storage without renames, if they are dead."""
@@ -224,7 +207,7 @@ class Deletion:
             # Others may also be of a copy that somebody is making.
             if left := [name for name, files in found.items() if names.WRITER in files]:
                 self.owner.check()
-                self._remove_halves(left)
+                remove_remains(self.index, left)
 
     def _remove_leftover(self, path: str) -> None:
         """Deletes what an earlier deletion left; a failure must not stop all later deletions."""
@@ -279,87 +262,6 @@ class Deletion:
             return is_gone
         return True
 
-    def delete_item(self, number: int, item: str) -> None:
-        """Deletes one item of a step, or finishes its deletion.
-
-        Raises:
-            CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
-            SaveFailed: another job owns the run; nothing is changed from then on.
-        """
-        found, check = self.check_item(number, item), self.owner.check
-        assert found.record is not None  # checked
-        check()
-        held = self.leases.protect(number, changes=True)
-        remove_item(self.index.storage, found.path, found.record, item, check=check, held=held)
-        self.index.forget(number)
-
-    def check_item(self, number: int, item: str) -> Found:
-        """Returns the step of an item that may be deleted.
-
-        Raises:
-            CheckpointNotFound: no such step or item.
-            ValueError: the item is the main one, another program wrote the step, a reader holds
-                it, or the deletion of another item has not ended.
-        """
-        path = self.index.check_step(number)
-        found = find(self.index.storage, path)
-        if item != found.deleting and item not in found.removed:
-            choose_item(found, item)  # checks that it is there
-        name, problem, files = posixpath.basename(path), None, self.index.storage.files(path)
-        of_item = [file for file in files if file.startswith((f"{item}/", names.RECORD))]
-        if found.record is None:
-            problem = "another program wrote it. Delete the item there, or convert the step"
-        elif choose_item(found, None) == item:
-            problem = "it is the main item. To delete the step, name no item"
-        elif found.deleting not in (None, item):
-            problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
-        elif other := nested(self.index.storage, path, of_item):
-            problem = f"it contains {other}. Move that elsewhere"
-        # If it has begun, readers do not see the item, and the lease may be of that deletion.
-        elif not found.deleting and name in self.leases.leased(self.index.entries()):
-            problem = "a reader holds the step. Try again later"
-        if problem is not None:
-            raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
-        return found
-
-    def unfinished(self, among: Collection[int]) -> dict[int, list[str]]:
-        """Returns the files that crashes left in steps of a storage without renames, by step.
-
-        A save under way looks the same.
-        """
-        index, listing = self.index, self.index.listing()
-        numbers = {name: n for name, n in listing.directories().items() if n in among}
-        begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
-        found = commit_of(index.storage, index.root).left_below(begun)
-        doomed = {*self.leases.doomed().steps} if found else set[str]()
-        # The writer's file outlives a commit: what has a record without it has lost its marker.
-        return {
-            numbers[name]: files
-            for name, files in found.items()
-            if files and (name in doomed or names.RECORD not in files or names.WRITER in files)
-        }
-
-    def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Removes the remains of crashes in these steps; returns steps without a live writer."""
-        index, numbers = self.index, [*numbers]
-        found = self.unfinished(numbers)
-        self.owner.check()
-        return [
-            number
-            for number in numbers
-            if number not in found
-            or commit_of(index.storage, index.path(number)).remove_left(found[number])
-        ]
-
-    def why_not(self, number: int) -> str:
-        step = posixpath.basename(self.index.path(number))
-        if step in self.leases.leased(self.index.entries()):
-            return "a reader holds it"
-        path = self.index.path(number)
-        if other := nested(self.index.storage, path, self.index.storage.files(path)):
-            return f"it contains {other}. Move that elsewhere"
-        return self.index.problems[-1] if self.index.problems else "unknown"
-
     def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
         """Takes a damaged step out of the run; only reports a step of another program.
 
@@ -398,22 +300,6 @@ class Deletion:
             self.index.storage.write(doomed, run.encode(Doomed(steps=[name])))
             yield
             self.index.storage.delete(doomed)
-
-    def pin(self, number: int) -> None:
-        """Keeps a step regardless of the policy."""
-        path = self.index.check_step(number)
-        with contextlib.suppress(FileNotFoundError):  # deleted just now
-            self.index.storage.write(f"{path}/{names.PINNED}", b"")
-        # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
-        if not self.leases.is_staying(posixpath.basename(path)):
-            self.index.storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may
-            raise CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
-
-    def unpin(self, number: int) -> None:
-        self.index.storage.delete(f"{self.index.check_step(number)}/{names.PINNED}")
-
-    def is_pinned(self, number: int) -> bool:
-        return self.index.has(number, names.PINNED)
 
 
 def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import posixpath
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import final
 
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.listing import Listing
 from jaxckpt._save.job import is_under_way
@@ -104,14 +106,8 @@ class Leftovers:
         return names.WRITER in files or names.RECORD not in files
 
     def _is_done(self, name: str, files: list[str]) -> bool:
-        path = f"{self._index.root}/{name}"
-        if is_under_way(path):  # this job is saving that step
-            return True
-        try:
-            return commit_of(self._index.storage, path).remove_left(files)
-        except OSError as error:
-            self._index.report(f"{path} is left over and cannot be removed: {error}")
-            return False
+        # Or this job is saving that step.
+        return is_under_way(f"{self._index.root}/{name}") or _is_removed(self._index, name, files)
 
     def _is_forgotten(self, entry: str) -> bool:
         """Returns whether a file is an expired lease or a remnant of a killed job."""
@@ -120,3 +116,56 @@ class Leftovers:
         if entry == names.DOOMED:
             return not self.half
         return names.is_lease(entry) and self._leases.read(entry) is None
+
+
+def _is_removed(index: StepIndex, name: str, files: Sequence[str]) -> bool:
+    """Removes the remains of a step, unless its writer lives; returns whether they are gone."""
+    path = f"{index.root}/{name}"
+    try:
+        return commit_of(index.storage, path).remove_left(files)
+    except OSError as error:
+        index.report(f"{path} is left over and cannot be removed: {error}")
+        return False
+
+
+def remove_remains(index: StepIndex, steps: Iterable[str]) -> list[str]:
+    """Removes remains of steps on a storage without renames; returns the steps that stay."""
+    begun = [*steps]
+    try:
+        found = commit_of(index.storage, index.root).left_below(begun)
+    except OSError as error:
+        index.report(f"what is left of steps {begun} cannot be removed: {error}")
+        return begun
+    return [n for n, files in found.items() if files and not _is_removed(index, n, files)]
+
+
+def unfinished(leases: Leases, among: Collection[int]) -> dict[int, list[str]]:
+    """Returns the files that crashes left in steps of a storage without renames, by step.
+
+    A save under way looks the same.
+    """
+    index, listing = leases.index, leases.index.listing()
+    numbers = {name: n for name, n in listing.directories().items() if n in among}
+    begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
+    found = commit_of(index.storage, index.root).left_below(begun)
+    doomed = {*leases.doomed().steps} if found else set[str]()
+    # The writer's file outlives a commit: what has a record without it has lost its marker.
+    return {
+        numbers[name]: files
+        for name, files in found.items()
+        if files and (name in doomed or names.RECORD not in files or names.WRITER in files)
+    }
+
+
+def remove_unfinished(
+    leases: Leases, numbers: Sequence[int], check: Callable[[], object]
+) -> list[int]:
+    """Removes the remains of crashes in these steps; returns steps without a live writer.
+
+    Args:
+        check: Raises if another job owns the run.
+    """
+    index, found = leases.index, unfinished(leases, numbers)
+    check()
+    paths = {number: posixpath.basename(index.path(number)) for number in numbers}
+    return [n for n in numbers if n not in found or _is_removed(index, paths[n], found[n])]

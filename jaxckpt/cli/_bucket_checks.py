@@ -146,9 +146,8 @@ class BucketLocation:
         self._raise_if("bucket")
         return Finding(text=self._storage.root)
 
-    def _list(self) -> Finding:
+    def _list(self) -> None:
         self._raise_if("permission")
-        return Finding()
 
     def _raise_if(self, *reasons: Reason) -> None:
         """Raises the refusal of the first request if it has one of the reasons."""
@@ -157,13 +156,12 @@ class BucketLocation:
 
     # --- what jaxckpt does there -----------------------------------------------------------------
 
-    def _create(self) -> Finding:
+    def _create(self) -> None:
         self._has_begun = True
         if not self._storage._create(self._marker, b"1"):
             raise self._unconditional("an object with a new, random name was said to exist")
-        return Finding()
 
-    def _seen_at_once(self) -> Finding:
+    def _seen_at_once(self) -> None:
         for size in range(1, _LISTS + 1):
             self._storage.write(self._data, SMALL[:size])
             found = self._storage.files(self._folder).get("data")
@@ -174,14 +172,12 @@ class BucketLocation:
                 read = self._read(self._data)
             if read != SMALL[:size]:
                 raise Failed("a read did not find what had just been written", _LAGS)
-        return Finding()
 
-    def _create_again(self) -> Finding:
+    def _create_again(self) -> None:
         if self._storage._create(self._marker, b"2"):
             raise self._unconditional("it created an object that existed")
-        return Finding()
 
-    def _swap(self) -> Finding:
+    def _swap(self) -> None:
         put = partial(self._storage._put_once, self._marker, b"3", "overwrite")
         version = self._storage.requests.change("write", self._marker, put)
         swap = partial(self._storage._replace, self._marker, version=version)
@@ -189,24 +185,21 @@ class BucketLocation:
             raise self._unconditional("it refused to replace an object of the right version")
         if swap(b"5", token=""):
             raise self._unconditional("it replaced an object that had changed")
-        return Finding()
 
     def _unconditional(self, what: str) -> Failed:
         is_allowed = self._storage.settings.single_writer
         return Failed(what, _CONDITIONS, state="missing" if is_allowed else "failed")
 
-    def _read_range(self) -> Finding:
+    def _read_range(self) -> None:
         self._storage.write(self._data, SMALL)
         buffer = np.empty(5, np.uint8)
         self._storage.read_into(self._data, 10, [buffer])
         check_same(buffer.tobytes(), SMALL[10:15])
-        return Finding()
 
-    def _make_copy(self) -> Finding:
+    def _make_copy(self) -> None:
         self._storage.write(self._data, SMALL)
         self._storage.link(self._data, self._copy)
         check_same(self._read(self._copy), SMALL)
-        return Finding()
 
     def _both_clients(self) -> Finding:
         from jaxckpt.storage._arrays import Keys
@@ -247,14 +240,13 @@ class BucketLocation:
         ours_s = (before_s + time.time()) / 2
         return clock(self._storage._head(self._data)["last_modified"].timestamp() - ours_s)
 
-    def _delete(self) -> Finding:
+    def _delete(self) -> None:
         self.clean()
         if self._refusal is None and self._storage.files(self._folder):
             raise Failed(
                 "the store said that the objects are deleted, but lists them still",
                 f"delete {self._folder}; see whether the bucket holds or retains objects",
             )
-        return Finding()
 
     def _read(self, path: str) -> bytes:
         return self._storage.read(path, max_bytes=len(SMALL))

@@ -64,12 +64,12 @@ class Check:
     """One thing to try.
 
     Attributes:
-        call: Raises a `Failed`, or the error of the place.
+        call: Raises a `Failed`, or the error of the place; None says that it works.
         needs: The names of checks that must not have failed.
     """
 
     name: str
-    call: Callable[[], Finding]
+    call: Callable[[], Finding | None]
     needs: Sequence[str] = field(default=())
 
 
@@ -118,7 +118,7 @@ def _tried(location: Location, check: Check, found: Mapping[str, Finding]) -> Fi
         if found[name].state in ("failed", "skipped"):
             return Finding(state="skipped", text=f"needs: {name}")
     try:
-        return check.call()
+        return check.call() or Finding()
     except Failed as problem:
         return problem.finding
     except EOFError as error:

@@ -104,12 +104,11 @@ class FolderLocation:
             return Finding(state="failed", value=free, unit="B", advice=advice)
         return Finding(value=free, unit="B")
 
-    def _write(self) -> Finding:
+    def _write(self) -> None:
         self._storage.make_dir(self._folder)
         self._storage.write(self._file("a"), b"a")
         self._storage.write(self._file("b"), b"b")
         check_same(self._read("a"), b"a")
-        return Finding()
 
     def _fsync(self) -> Finding:
         path = self._file("synced")
@@ -122,12 +121,11 @@ class FolderLocation:
 
             return latency(sync, "each save waits for several; use a faster disk")
 
-    def _create_again(self) -> Finding:
+    def _create_again(self) -> None:
         if self._storage.create(self._file("a"), b"other"):
             raise Failed("a file that existed was created", "do not let two jobs write here")
-        return Finding()
 
-    def _exchange(self) -> Finding:
+    def _exchange(self) -> None:
         if not self._storage.exchange(self._file("a"), self._file("b")):
             raise Failed(
                 "two names cannot be exchanged",
@@ -136,9 +134,8 @@ class FolderLocation:
                 state="missing",
             )
         check_same(self._read("a"), b"b")
-        return Finding()
 
-    def _locks(self) -> Finding:
+    def _locks(self) -> None:
         try:
             first = self._storage.hold(self._file("lock"))
         except io.UnsupportedOperation as error:
@@ -154,12 +151,10 @@ class FolderLocation:
                 hold.release()
         if first is None or second is not None:
             raise Failed("a lock does not exclude others", "let one job write a run at a time")
-        return Finding()
 
-    def _hard_links(self) -> Finding:
+    def _hard_links(self) -> None:
         if not self._storage.link(self._file("a"), self._file("linked")):
             raise Failed("no hard links", "`fork` copies all bytes", state="missing")
-        return Finding()
 
     def _write_large(self) -> Finding:
         return write_large(self._storage, self._file("large"))
@@ -180,9 +175,8 @@ class FolderLocation:
         ours_s = (before_s + time.time()) / 2
         return clock(os.stat(self._file("a")).st_mtime - ours_s)
 
-    def _delete(self) -> Finding:
+    def _delete(self) -> None:
         self.clean()
-        return Finding()
 
     def _file(self, name: str) -> str:
         return f"{self._folder}/{name}"

@@ -84,6 +84,7 @@ def rm(
     if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
     but never the main one, and moves nothing. Refused while a running job writes the run.
     """
+    from jaxckpt._run.one_step import is_pinned
     from jaxckpt.cli._owned import owned, run_at
     from jaxckpt.pages.overview import look, policy_of
     from jaxckpt.storage import now
@@ -94,7 +95,7 @@ def rm(
     for number in numbers:
         if run.index.state(listing, number) != "committed":
             run.index.check_step(number)  # raises
-    pinned = [number for number in numbers if run.is_pinned(number)]
+    pinned = [number for number in numbers if is_pinned(run.index, number)]
     if pinned:
         raise ValueError(
             f"{root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
@@ -142,14 +143,15 @@ def _rm_item(
     no_job: bool,
     as_json: bool,
 ) -> None:
+    from jaxckpt._run.one_step import check_item, delete_item
     from jaxckpt.cli._owned import owned
     from jaxckpt.storage import now
 
     root, size = run.index.root, 0
     lacks: dict[int, CheckpointNotFound] = {}  # as steps of a command that was interrupted
-    for number in numbers:
+    for number in numbers:  # check all before the first is changed
         try:
-            found = run.check_item(number, item)  # check all steps before the first is changed
+            found = check_item(run.leases, number, item)
         except CheckpointNotFound as error:
             lacks[number] = error
             continue
@@ -166,7 +168,7 @@ def _rm_item(
         _output.confirm(f"Delete {what}?", yes=yes)
         with owned(now(run.index.storage), root, no_job=no_job) as owner:
             for number in numbers:
-                owner.delete_item(number, item)
+                delete_item(owner, number, item)
                 gone.append(number)
     if as_json:
         facts = {"path": root, "dry_run": dry_run, "delete": numbers, "deleted": gone}
@@ -231,15 +233,20 @@ def _answer(gone: Sequence[int], root: str, folder: str | None) -> str:
 
 
 def _why_not(run: Deletion, number: int) -> str:
-    return "pinned meanwhile" if run.is_pinned(number) else run.why_not(number)
+    from jaxckpt._run.one_step import is_pinned, why_not_deleted
+
+    is_kept = is_pinned(run.index, number)
+    return "pinned meanwhile" if is_kept else why_not_deleted(run.leases, number)
 
 
 def _mark(path: str, steps: Sequence[int], verb: str, done: str, *, as_json: bool) -> None:
+    from jaxckpt._run import one_step
+
     run, numbers = _target(path, steps)
     for number in numbers:
         run.index.check_step(number)  # check all steps before the first is changed
     for number in numbers:
-        getattr(run, verb)(number)
+        getattr(one_step, verb)(run.leases, number)
     if as_json:
         _output.print_json({"path": run.index.root, done: numbers})
     else:
@@ -337,6 +344,7 @@ def gc(
     steps go; if any is damaged, deletes nothing. Moves steps instead if the run was opened with
     KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
+    from jaxckpt._run import leftovers
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import existing_run, half_deleted, owned, run_at
     from jaxckpt.pages.overview import overview, policy_of
@@ -362,7 +370,7 @@ def gc(
     seen = run_at(storage, where, keep=keep)
     _check_metric(found, policy)
     torn = [step.step for step in found.steps if step.problem is not None]
-    unfinished = seen.unfinished(torn) if torn else ()
+    unfinished = leftovers.unfinished(seen.leases, torn) if torn else ()
     half = half_deleted(seen)
     planned = plan(found, policy, now_s=time.time(), unfinished=unfinished, half_deleted=half)
     if not as_json:
@@ -382,7 +390,7 @@ def gc(
             wanted = [number for number in planned.delete if number in (*again, *half)]
             gone, seen = run.delete(wanted), run
             stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
-            removed = run.remove_unfinished(planned.remove)
+            removed = leftovers.remove_unfinished(run.leases, planned.remove, run.owner.check)
             stay |= {n: "its writer may be alive" for n in planned.remove if n not in removed}
     elif not dry_run and names.DOOMED in seen.index.entries():  # of a deletion that was interrupted
         with contextlib.suppress(SaveFailed), owned(storage, where, no_job=no_job):

@@ -12,6 +12,7 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.listing import STRAY, existing_root, shown
+from jaxckpt._run.one_step import is_pinned
 from jaxckpt._run.owner import Ownership, interrupted
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointNotFound, SaveFailed
@@ -55,7 +56,7 @@ def half_deleted(run: Deletion) -> list[int]:
     if owner is None or doomed.owner != owner.token:
         return []
     steps = interrupted(run.index, run.index.listing(), doomed)
-    return [step for step in steps if not run.is_pinned(step)]
+    return [step for step in steps if not is_pinned(run.index, step)]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from jaxckpt._core.plan import plan_save
 from jaxckpt._disk import reader
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
+from jaxckpt._run import one_step
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.copies import over_disks
 from jaxckpt._run.heal import heal
@@ -707,9 +708,9 @@ def test_a_pin_is_on_the_disk_of_each_host(tmp_path):
             manager.pin(2)
             with pytest.raises(CheckpointNotFound):
                 manager.pin(3)
-            pinned = [n for n in (1, 2) if local.has(n) and local.deletion.is_pinned(n)]
+            pinned = [n for n in (1, 2) if local.has(n) and one_step.is_pinned(local.index, n)]
             manager.unpin(1)
-            return pinned, local.deletion.is_pinned(1)
+            return pinned, one_step.is_pinned(local.index, 1)
 
     assert simulate(2, run) == [([1], False), ([1, 2], False)]
 

@@ -26,9 +26,11 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt._progress.meter import Meter
+from jaxckpt._run import one_step
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import CHANGE_S, LEASE_S, Leases
+from jaxckpt._run.leftovers import remove_unfinished
 from jaxckpt._run.opening import Opening
 from jaxckpt._run.owner import Ownership
 from jaxckpt._save.job import SaveJob, SaveRequest
@@ -1046,14 +1048,14 @@ def test_pinned_steps_and_those_of_others_stay(world):
     world.add("1", "2")
     world.write("3/_CHECKPOINT_METADATA", b"{}")
     found = world.run()
-    found.deletion.pin(1)
+    one_step.pin(found.leases, 1)
 
     assert found.deletion.delete([1, 2, 3]) == [2]
-    assert found.deletion.is_pinned(1)
+    assert one_step.is_pinned(found.index, 1)
     assert "not written by jaxckpt" in found.index.problems[-1]
     assert found.deletion.delete([1, 3], asked_for=True) == [3]
 
-    found.deletion.unpin(1)
+    one_step.unpin(found.leases, 1)
     assert found.deletion.delete([1]) == [1]
 
 
@@ -1064,9 +1066,9 @@ def test_a_refused_pin_leaves_no_file(world):
     world.write("_jaxckpt.doomed", run.encode(Doomed(steps=["1"])))
 
     with pytest.raises(CheckpointNotFound, match="can no longer be pinned"):
-        found.deletion.pin(1)
+        one_step.pin(found.leases, 1)
 
-    assert not found.deletion.is_pinned(1)
+    assert not one_step.is_pinned(found.index, 1)
 
 
 def test_a_step_that_somebody_else_deleted_is_gone(world):
@@ -1227,7 +1229,10 @@ def test_a_job_that_has_lost_the_run_changes_no_step(world):
     assert "is damaged and is skipped: why. It stays there" in first.index.problems[-1]
     assert first.deletion.delete([2]) == []
     assert "deletes no more steps" in first.index.problems[-1]
-    for call in (first.owner.check, lambda: first.deletion.remove_unfinished([2])):
+    for call in (
+        first.owner.check,
+        lambda: remove_unfinished(first.leases, [2], first.owner.check),
+    ):
         with pytest.raises(SaveFailed, match="opened for writing by another job"):
             call()
     assert world.entries() == {"2", "3"}
@@ -1321,7 +1326,7 @@ def test_a_step_is_moved_as_it_is(disk):
     disk.write("4/_CHECKPOINT_METADATA", b"{}")
     found = moving(disk)
     check_folder(found.index, found.deletion.folder)
-    found.deletion.pin(3)
+    one_step.pin(found.leases, 3)
 
     assert found.deletion.delete([1, 2, 3, 4]) == [1, 2]
     for _ in range(2):
@@ -1559,7 +1564,7 @@ def test_a_step_that_was_pinned_stays(disk):
     def actions(pinning, writing):
         found.clear()
         return [
-            lambda: found.append(disk.run(pinning, naming=StepNames()).deletion.pin(1)),
+            lambda: found.append(one_step.pin(disk.run(pinning, naming=StepNames()).leases, 1)),
             lambda: disk.run(writing, naming=StepNames()).deletion.delete([1]),
         ]
 
@@ -1637,7 +1642,7 @@ def test_a_lease_keeps_a_step_until_it_expires(world):
     found = world.run()
 
     assert found.deletion.delete([1, 2, 3]) == [2, 3]
-    assert found.deletion.why_not(1) == "a reader holds it"
+    assert one_step.why_not_deleted(found.leases, 1) == "a reader holds it"
     assert any("treated as missing" in problem for problem in found.index.problems)
 
 

@@ -24,7 +24,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._core.threads import daemons
 from jaxckpt._disk.find import find
-from jaxckpt._run import tiers, uploader
+from jaxckpt._run import one_step, tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import upload_token
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, StepExists
@@ -808,7 +808,7 @@ def test_a_step_unpinned_while_it_is_uploaded_is_unpinned_there(tmp_path, local)
         manager.unpin(1)
         goes_on.set()
         saved.durable(60)
-        assert not manager._directory.deletion.is_pinned(1)
+        assert not one_step.is_pinned(manager._directory.index, 1)
 
 
 def test_a_directory_that_cannot_be_opened_leaves_the_local_place_free(tmp_path, local):
@@ -941,7 +941,7 @@ def test_a_step_that_goes_in_one_place_is_pinned_in_the_other(tmp_path, local):
 def test_an_item_deleted_in_one_place_before_a_crash_is_deleted_in_the_other(tmp_path, local):
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         manager.save(1, state(1), items={"more": {"a": np.arange(3)}}).durable()
-        manager._tiers.local.deletion.delete_item(1, "more")
+        one_step.delete_item(manager._tiers.local.deletion, 1, "more")
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         manager.delete(1, item="more")
 
