@@ -23,7 +23,11 @@ from jaxckpt.cli._plan.tree import planned
 from tests.commandline import cli
 from tests.workers.planned import HOST, LAYOUTS, TREES, dtype_of, spec_of
 
-JOBS = sorted({(count, devices) for _, count, devices, _ in LAYOUTS})
+QUICK = ((2, 4), (3, 2), (4, 2))
+JOBS = [
+    pytest.param(*job, marks=[] if job in QUICK else pytest.mark.slow)
+    for job in sorted({(count, devices) for _, count, devices, _ in LAYOUTS})
+]
 WAYS = ("save", "save_disk", "restore", "restore_once", "restore_disk")
 
 

@@ -230,7 +230,7 @@ def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
     assert set(seen) == {1, None}
 
 
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("torn", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("before", "act"), [(nothing, save_1), (save_1, replace_with_2), (save_1, remove)]
 )

@@ -233,15 +233,14 @@ def test_the_devices_of_a_large_mesh_are_stored_once():
     mesh = {"axis_names": ("a", "b"), "axis_sizes": (512, 8), "axis_types": ("Auto", "Auto")}
     forth, back = tuple(range(4096)), tuple(range(4095, -1, -1))
     specs = [("a",), ("b",), ("a", "b"), (None, ("a", "b"))]
-    many = {
-        f"params.layer_{i}.weight": SavedSharding(
-            **mesh, spec=specs[i % 4], device_ids=back if i % 3 else forth
-        )
-        for i in range(10_000)
-    }
+    kinds = [  # leaves of one kind share it, as in a save
+        SavedSharding(**mesh, spec=spec, device_ids=ids) for spec in specs for ids in (forth, back)
+    ]
+    many = {f"params.layer_{i}.weight": kinds[i % 8] for i in range(10_000)}
 
     data = sharding.encode(many)
-    bare = sharding.encode({name: replace(one, device_ids=()) for name, one in many.items()})
+    nowhere = [replace(kind, device_ids=()) for kind in kinds]
+    bare = sharding.encode({name: nowhere[i % 8] for i, name in enumerate(many)})
 
     read = sharding.decode(data, file="f")
     assert read == many

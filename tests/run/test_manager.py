@@ -1282,7 +1282,12 @@ folder, *args = sys.argv[1:]
 
 @pytest.mark.parametrize(
     ("elements", "ending", "status"),
-    [(10_000, "", 0), (2_000_000, "", 0), (2_000_000, "1/0", 1), (2_000_000, "sys.exit(3)", 3)],
+    [
+        (2_000_000, "", 0),
+        (2_000_000, "1/0", 1),
+        pytest.param(10_000, "", 0, marks=pytest.mark.slow),
+        pytest.param(2_000_000, "sys.exit(3)", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_end_of_a_program_waits_for_its_saves(tmp_path, elements, ending, status):
     """Also if it does not close the manager; its status stays, and one line says why it waits."""

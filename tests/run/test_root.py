@@ -1519,7 +1519,7 @@ def interleavings(world, make_actions, check, *, some):
         check(both.errors)
 
 
-SOME = [pytest.param(400, id="some"), pytest.param(None, marks=pytest.mark.slow, id="all")]
+SOME = [pytest.param(150, id="some"), pytest.param(None, marks=pytest.mark.slow, id="all")]
 
 
 @pytest.mark.parametrize("some", SOME)

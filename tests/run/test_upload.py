@@ -142,8 +142,25 @@ def small(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("next_job", ["saves the step", "opens the run", "deletes the step"])
-@pytest.mark.parametrize(("tries", "is_pinned"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("tries", "is_pinned", "next_job"),
+    [
+        (1, False, "saves the step"),
+        (2, False, "deletes the step"),
+        (1, True, "opens the run"),
+        *(
+            pytest.param(*some, marks=pytest.mark.slow)
+            for some in [
+                (1, False, "opens the run"),
+                (1, False, "deletes the step"),
+                (2, False, "saves the step"),
+                (2, False, "opens the run"),
+                (1, True, "saves the step"),
+                (1, True, "deletes the step"),
+            ]
+        ),
+    ],
+)
 def test_an_upload_that_stalls_at_any_call_harms_no_step_of_the_next_job(
     small, tries, is_pinned, next_job
 ):

@@ -143,7 +143,9 @@ def test_saves_of_one_path_at_once(tmp_path):
     assert won == [jaxckpt.restore(tmp_path / "a")]
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
+@pytest.mark.parametrize(
+    "ending", ["", "1 / 0", pytest.param("raise SystemExit(3)", marks=pytest.mark.slow)]
+)
 def test_exit_completes_the_save(tmp_path, ending):
     """However the interpreter ends, it waits for the save in progress."""
     code = f"""

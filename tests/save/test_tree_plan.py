@@ -31,7 +31,7 @@ from tests.strategies import Pair, Struct, same
 LAWS = settings(
     deadline=None,
     derandomize=True,
-    max_examples=200,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

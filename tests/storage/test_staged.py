@@ -93,7 +93,10 @@ def test_a_checkpoint_is_converted_both_ways(root, mesh, tmp_path, ocdbt):
     assert left_in_memory() == []
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * bool(i % 5)) for i, name in enumerate(TREES)],
+)
 def test_a_checkpoint_of_orbax_is_restored(root, golden, name):
     """Of any release, after it was copied there."""
     sample = golden(name)

@@ -334,7 +334,7 @@ def test_restoring_leaks_nothing(ram_path):
 
     It was 5 MB: TensorStore never frees what `ts.ocdbt.dump` returns.
     """
-    command = [sys.executable, "-m", "tests.storage.test_values", str(ram_path), "30"]
+    command = [sys.executable, "-m", "tests.storage.test_values", str(ram_path), "12"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
 
     assert float(done.stdout) < 100_000
