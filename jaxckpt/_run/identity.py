@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from jaxckpt._disk.found import record_at
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CheckpointError, SaveFailed, is_full
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    SaveFailed,
+    UnsupportedFormat,
+    is_full,
+)
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity, is_like_step
 from jaxckpt.storage import Entry
@@ -98,10 +104,14 @@ def saved_at(index: StepIndex, number: int) -> Saved:
 
 
 def earlier_lives(index: StepIndex, newest: Saved | None) -> list[int]:
-    """Returns the steps from which the run did not go on; see `astray`."""
+    """Returns the steps from which the run did not go on; see `astray`.
+
+    Raises:
+        OSError: a step cannot be read; if it counted, the run might go on from an earlier life.
+    """
     found = []
     for number in index.steps():
-        with contextlib.suppress(CheckpointError, OSError):  # a restore shows what is wrong
+        with contextlib.suppress(CorruptCheckpoint, UnsupportedFormat):  # a restore shows it
             found.append(saved_at(index, number))
     return astray(found, newest)
 

@@ -46,7 +46,7 @@ class StepIndex(ListedRoot):
 
     # Only the owner caches facts about steps, since nobody else can replace one meanwhile.
     owned: bool = False
-    unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
+    unknown: dict[int, Exception] = field(default_factory=dict)  # why facts could not be read
     astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
     sent: set[int] = field(default_factory=set)  # steps that this job uploads here, or has uploaded
     # The unfinished steps older than the newest step, when all were last listed.
@@ -327,7 +327,7 @@ class StepIndex(ListedRoot):
             return self._infos[number]
         # A step without a recorded time counts as saved now.
         when_s, metrics, differences = time.time(), {}, ()
-        self.unknown.discard(number)
+        self.unknown.pop(number, None)
         try:
             path = self.path(number)
             view = self.view(posixpath.basename(path))
@@ -337,10 +337,19 @@ class StepIndex(ListedRoot):
             differences = found.differences
         except (CheckpointError, OSError) as error:
             self.report(f"the facts about step {number} cannot be read: {error}")
-            self.unknown.add(number)
+            self.unknown[number] = error
         info = StepInfo(step=number, saved_s=when_s, metrics=metrics, differences=differences)
         if self.owned and number not in self.unknown:
             self._infos[number] = info
+        return info
+
+    def read_info(self, number: int) -> StepInfo:
+        """Returns the facts about a step; raises an error of reading it, unless it is damaged."""
+        info, error = self.info(number), self.unknown.get(number)
+        if isinstance(error, OSError) and not isinstance(
+            error, CorruptCheckpoint | FileNotFoundError
+        ):
+            raise error
         return info
 
     def infos(self, numbers: Sequence[int]) -> list[StepInfo]:

@@ -153,9 +153,9 @@ def _learn(
     named, root = next(iter(ours.values()), ""), here[local.root]
     free = root.id if root is not None and not root.directory else ""
     ask = partial(_learn_there, directory, named or free, writes=writes)
+    has_steps = any(_steps_in(StepIndex(local.storage, at, quiet=True)) for at in ours)
     try:
-        has_steps = any(_steps_in(StepIndex(local.storage, at, quiet=True)) for at in ours)
-        return *(reach.ask(ask) if has_steps else ask()), None
+        return *(reach.ask_twice(ask) if has_steps else ask()), None
     except OSError as error:
         if not named:
             raise

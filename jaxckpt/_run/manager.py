@@ -556,10 +556,18 @@ class CheckpointManager:
         )
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """Returns the metrics of a step, empty if it has none."""
+        """Returns the metrics of a step, empty if it has none.
+
+        Raises:
+            CheckpointNotFound: no such step.
+            CorruptCheckpoint, OSError: they cannot be read.
+        """
         self._begin_call()
         index = self._index_of(step := as_step("metrics", step))
-        return dict(index.info(step).metrics)
+        info = index.info(step)
+        if error := index.unknown.get(step):
+            raise error
+        return dict(info.metrics)
 
     def _index_of(self, step: int) -> StepIndex:
         """Returns the nearest root that has a step; CheckpointNotFound if there is none."""

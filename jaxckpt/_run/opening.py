@@ -101,6 +101,8 @@ class Opening:
         except CorruptCheckpoint:
             raise
         except OSError as error:
+            if not reach.away:  # else the call goes on in the background
+                self._owner.close()
             self._owner.doubt()
             away = {"away": str(error), "silent": bool(reach.away)}
             return {"newest": None, "naming": None, **away}

@@ -11,6 +11,7 @@ other job has saved steps that our job does not know.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import secrets
@@ -299,6 +300,7 @@ class Ownership:
             self.join(step)
             self._is_sure = False
         if self.check() is None:  # nobody else has taken the run
+            self._check_place()
             self._write()
             self._is_sure = False
         if self._leases.unsettled:
@@ -313,6 +315,20 @@ class Ownership:
             self._refuse_older(step)
             self._is_sure = True
 
+    def _check_place(self) -> None:
+        """Raises SaveFailed if the root is another directory than the one that was opened."""
+        lock = f"{self._index.root}/{names.LOCK}"
+        if self._is_locked() and self._index.storage.kind(lock) is None:
+            raise SaveFailed(
+                f"{self._index.root} is not the directory that this job opened: the job's lock and "
+                "its other files are missing. Its file system may be unmounted, or the directory "
+                "renamed or deleted. Nothing was saved there. Bring it back, or start the job again"
+            ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
+
+    def _is_locked(self) -> bool:
+        """Returns whether this job holds the lock, where there are locks."""
+        return self._hold is not None and type(self._hold) is not Hold
+
     def _refuse_older(self, step: int) -> None:
         index, listing = self._index, self._index.listing()
         newest = index.newest(listing)
@@ -326,8 +342,7 @@ class Ownership:
 
     def _remove_left(self) -> bool:
         """Removes what earlier jobs left in steps, if this job holds the lock."""
-        is_held = self._hold is not None and type(self._hold) is not Hold
-        return is_held and self.leftovers.remove()
+        return self._is_locked() and self.leftovers.remove()
 
     def doubt(self) -> None:
         """Lets the next commit look for later steps: the run was not listed when the job began."""

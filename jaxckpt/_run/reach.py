@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar, final
 
 from jaxckpt._core.threads import daemons
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._limit import within
 
 T = TypeVar("T")
@@ -69,6 +69,17 @@ class Reach:
             return call.result()
         finally:
             del call  # refers to the error, whose traceback refers to this frame
+
+    def ask_twice(self, do: Callable[[], T]) -> T:
+        """Asks, and once more if the root refuses at once: a file system may err for a moment."""
+        try:
+            return self.ask(do)
+        except CorruptCheckpoint:
+            raise
+        except OSError:
+            if self.away:
+                raise
+            return self.ask(do)
 
     def _look_at_late(self, do: Callable[[], Any]) -> None:
         """Finds out whether the root is back; if nothing is asked, asks in the background."""

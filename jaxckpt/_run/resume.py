@@ -160,9 +160,13 @@ class Resume:
         return self.keep.ranked(self._infos(there))
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
-        """Returns the facts about each step, from the nearest root that has it."""
+        """Returns the facts about each step, from the nearest root that has it.
+
+        Raises:
+            OSError: a step cannot be read; it may be the best.
+        """
         storage = self.roots[-1].index.storage
-        return at_once(lambda n: self.roots[there[n][0]].index.info(n), there, storage)
+        return at_once(lambda n: self.roots[there[n][0]].index.read_info(n), there, storage)
 
     def _best_first(self, in_order: InOrder) -> list[Copy]:
         found = reachable(self.roots, lambda root: root.index.steps())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import time
@@ -115,8 +116,9 @@ class Root:
         """
         self.index.remember(info)
         if life is not None and life != self._life:
-            self._life = life
-            self._leave_behind(Saved.of(info.step, life))
+            with contextlib.suppress(OSError):  # else after the next save
+                self._leave_behind(Saved.of(info.step, life))
+                self._life = life
         is_good = not self.keep.verified or self._read_back(info.step)
         self.tidy(stay)
         return is_good
@@ -239,25 +241,23 @@ class Root:
 
 
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
-    """Returns the answer of each root; one that cannot be reached is left out and reported.
+    """Returns the answer of each root; a directory that cannot be reached is left out and reported.
 
-    Once a nearer root has an answer, one that does not answer is waited for briefly: see `Reach`.
+    If a nearer root has steps, one that does not answer is waited for briefly: see `Reach`.
 
     Raises:
-        OSError: a root cannot be reached, and no other has steps: the run would look new.
+        OSError: the directory cannot be reached, and no other root has steps: the run would look
+            new. Or a disk of this host cannot be read, which may have the newest step.
     """
     answers: dict[int, T] = {}
-    failures: dict[int, OSError] = {}
     for i, root in enumerate(roots):
-        is_new = all(answer is None or answer == [] for answer in answers.values())
+        may_lack_it = any(answer not in (None, []) for answer in answers.values())
         try:
-            answers[i] = ask(root) if is_new else root.reach.ask(partial(ask, root))
+            answers[i] = root.reach.ask_twice(partial(ask, root)) if may_lack_it else ask(root)
         except OSError as error:
-            failures[i] = error
-    if failures and all(answer is None or answer == [] for answer in answers.values()):
-        raise next(iter(failures.values()))
-    for i, error in failures.items():
-        roots[i].report_away(error)
+            if not may_lack_it:
+                raise
+            root.report_away(error)
     return answers
 
 
@@ -335,6 +335,8 @@ def open_roots(
         for root in roots[:-1]:
             root.opening.fail()
         raise
+    if settled is not None and settled.away is not None:
+        last.owner.doubt()  # newer steps may be there, even if it answers by now
     if away := opened[-1].get("away"):
         if opened[-1]["silent"]:  # to process 0; let no other wait for it
             last.reach.away = away

@@ -26,6 +26,7 @@ from jaxckpt._run.upload import Uploaded, upload, upload_token
 from jaxckpt._save.worker import Failure
 from jaxckpt.errors import (
     CheckpointError,
+    CheckpointNotFound,
     CheckpointTimeout,
     CorruptCheckpoint,
     SaveFailed,
@@ -220,5 +221,6 @@ class Sender:
 def may_pass(error: BaseException) -> bool:
     """Returns whether a later try may succeed: a storage failed, and nothing refused the step."""
     cause = error.__cause__ if isinstance(error, SaveFailed) and error.__cause__ else error
-    is_about_the_step = isinstance(cause, CorruptCheckpoint | FileNotFoundError | FileExistsError)
+    # Another file may be missing because the file system of the directory is not mounted now.
+    is_about_the_step = isinstance(cause, CorruptCheckpoint | CheckpointNotFound | FileExistsError)
     return isinstance(cause, OSError) and not is_about_the_step

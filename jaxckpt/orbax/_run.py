@@ -84,9 +84,10 @@ class Run(Closing):
     # --- the steps ---------------------------------------------------------------------------
 
     def _info(self, step: int) -> StepInfo:
-        if step not in self._facts:
-            self._facts[step] = self._index.info(step)
-        return self._facts[step]
+        info = self._facts.get(step) or self._index.info(step)
+        if step not in self._index.unknown:
+            self._facts[step] = info
+        return info
 
     def _infos(self) -> list[StepInfo]:
         return [self._info(step) for step in self._steps]

@@ -103,9 +103,9 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         if self._options.best_fn is None:
             return self.latest_step()
         sign = -1 if self._options.best_mode == "min" else 1
-        ranked = [
-            (sign * self._options.best_fn(i.metrics), i.step) for i in self._infos() if i.metrics
-        ]
+        infos, unread = self._infos(), self._index.unknown
+        infos = [self._index.read_info(i.step) if i.step in unread else i for i in infos]
+        ranked = [(sign * self._options.best_fn(i.metrics), i.step) for i in infos if i.metrics]
         return max(ranked)[1] if ranked else None
 
     # --- saving ------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
     def metrics(self, step: int) -> Any:
         """Returns the metrics of a step, or None."""
         self._wait_for(step := operator.index(step))
-        return dict(self._index.info(step).metrics) or None
+        return dict(self._index.read_info(step).metrics) or None
 
     def item_metadata(self, step: int) -> Any:
         """Returns the metadata of the item of a step, or a Composite of them."""

@@ -1,0 +1,217 @@
+"""A read that fails once, or a root that is not there for a while, hides no step of a run."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn
+from jaxckpt.testing import WatchedStorage
+
+READS = ("read", "read_into", "entries", "kind", "size")
+
+
+def state(step, life="first"):
+    return {"w": np.full(60_000, step, np.float32), "step": step, "life": life}
+
+
+class OneFails:
+    """Fails the n-th read; `what` says which that was."""
+
+    def __init__(self, number):
+        self.left, self.what = number, None
+
+    def __call__(self, verb, path):
+        if verb in READS:
+            self.left -= 1
+            if self.left == -1:
+                self.what = verb, path
+                raise OSError(errno.EIO, "Input/output error", path)
+
+
+def opened(root, host, storage=None, *, every=4, mode="w"):
+    """A manager whose steps are on the disk of a host; each fourth is in the directory too."""
+    storage = storage or LocalStorage()
+    here = PathIn(storage, str(root / host))
+    tier = LocalTier(here, save=SavePolicy(every_steps=1), keep=KeepPolicy(last=2))
+    run, save = PathIn(storage, str(root / "run")), SavePolicy(every_steps=every)
+    return CheckpointManager(run, mode=mode, save=save, local=tier)
+
+
+def train(manager, steps, life="first"):
+    for step in steps:
+        manager.save(step, state(step, life))
+        manager.wait_until_finished()
+
+
+def read(manager):
+    got = manager.restore()
+    return got["step"], got["life"]
+
+
+def goes_on_elsewhere(root):
+    """Host 1 has steps 6 and 7; the run went on from 4 on host 2, to 6."""
+    with opened(root, "host1") as manager:
+        train(manager, range(1, 8))
+    with opened(root, "host2", every=1) as manager:
+        manager.restore()
+        train(manager, (5, 6), "second")
+    return 6, "second"
+
+
+def is_ahead(root):
+    """Host 1 has steps 5 and 6, the directory 4."""
+    with opened(root, "host1") as manager:
+        train(manager, range(1, 7))
+    return 6, "first"
+
+
+# A reader uploads nothing, whose reads would come at any moment.
+@pytest.mark.parametrize(("history", "mode"), [(goes_on_elsewhere, "w"), (is_ahead, "r")])
+def test_one_failed_read_leads_to_no_other_step(ram_path, history, mode):
+    """Whichever fails while a run is opened and restored: that is an error, or does not matter."""
+    root, made = ram_path / "root", ram_path / "made"
+    wanted = history(root)
+    root.rename(made)
+    for number in itertools.count():
+        shutil.copytree(made, root)
+        fails = OneFails(number)
+        try:
+            storage = WatchedStorage(LocalStorage(), fails)
+            with opened(root, "host1", storage, mode=mode) as manager:
+                found = read(manager)
+        except OSError as error:
+            found = wanted if error.errno == errno.EIO else error
+        assert found == wanted, fails.what
+        with opened(root, "host1", mode=mode) as manager:
+            assert read(manager) == wanted, fails.what
+        shutil.rmtree(root)
+        if fails.what is None:
+            break
+    assert number > 20
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_a_directory_that_fails_once_as_it_is_opened_is_used_later(tmp_path, place):
+    """The upload that is left goes there, and nothing stays locked."""
+    root = str(tmp_path / "run") if place == "disk" else f"memory://{tmp_path.name}/run"
+    inner = LocalStorage() if place == "disk" else MemoryStorage()
+    left = [f"{root}/{names.OWNER}"]
+
+    def fail_once(verb, path):
+        if verb == "read" and path in left:
+            left.remove(path)
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    def manager_of(storage):
+        tier = LocalTier(tmp_path / "local", save=SavePolicy(every_steps=1))
+        return CheckpointManager(PathIn(storage, root), save=SavePolicy(every_steps=4), local=tier)
+
+    with manager_of(inner) as manager:
+        train(manager, range(4, 7))
+    with manager_of(WatchedStorage(inner, fail_once)) as manager:
+        assert not left
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [4, 6]
+    with CheckpointManager(PathIn(inner, root)) as manager:
+        assert manager.problems == []
+        assert manager.all_steps() == [4, 6]
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_the_best_step_is_not_passed_over_when_a_read_fails(tmp_path, mode):
+    """Nor are its metrics said to be none."""
+    keep = KeepPolicy(best=3, metric="loss")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in ((1, 0.5), (2, 0.9), (3, 0.7)):
+            manager.save(step, state(step), metrics={"loss": loss})
+    record = f"{tmp_path}/1/{names.RECORD}"
+    is_broken = [False]
+
+    def fail(verb, path):
+        if is_broken[0] and path == record:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    place = PathIn(WatchedStorage(LocalStorage(), fail), str(tmp_path))
+    with CheckpointManager(place, keep=keep, mode=mode) as manager:
+        is_broken[0] = True
+        for call in (
+            manager.best_step,
+            lambda: manager.restore(step="best"),
+            lambda: manager.metrics(1),
+        ):
+            with pytest.raises(OSError, match=r"1/_jaxckpt.json") as caught:
+                call()
+            assert not isinstance(caught.value, CorruptCheckpoint)
+        is_broken[0] = False
+        assert manager.best_step() == 1
+        assert manager.restore(step="best")["step"] == 1
+        assert manager.metrics(1) == {"loss": 0.5}
+
+
+def test_a_damaged_record_has_no_metrics_to_tell(tmp_path):
+    """It raises, as `custom_metadata` does; another step is the best."""
+    keep = KeepPolicy(best=3, metric="loss")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in ((1, 0.5), (2, 0.9)):
+            manager.save(step, state(step), metrics={"loss": loss})
+    (tmp_path / "1" / names.RECORD).write_bytes(b"{")
+
+    with CheckpointManager(tmp_path, keep=keep, mode="r") as manager:
+        with pytest.raises(CorruptCheckpoint):
+            manager.metrics(1)
+        assert manager.best_step() == 2
+
+
+def unmount(root):
+    """Leaves an empty directory where the run is, and returns what brings the run back."""
+    root.rename(root.with_name("elsewhere"))
+    root.mkdir()
+
+    def mount():
+        shutil.rmtree(root)
+        root.with_name("elsewhere").rename(root)
+
+    return mount
+
+
+def test_nothing_is_saved_where_the_run_is_no_more(tmp_path):
+    """Its file system is unmounted: steps there would be hidden once it is back."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1)).result()
+        mount = unmount(root)
+
+        with pytest.raises(SaveFailed, match="is not the directory that this job opened"):
+            manager.save(2, state(2)).result()
+        assert [name for name in os.listdir(root) if not name.startswith("_jaxckpt")] == []
+        mount()
+        manager.save(3, state(3)).result()
+
+    assert jaxckpt.restore(root)["step"] == 3
+    assert sorted(name for name in os.listdir(root) if name.isdigit()) == ["1", "3"]
+
+
+def test_an_upload_waits_for_a_directory_that_is_unmounted(tmp_path):
+    """And goes there once it is back."""
+    root = tmp_path / "run"
+    with CheckpointManager(root, local=LocalTier(tmp_path / "local")) as manager:
+        train(manager, [1])
+        mount = unmount(root)
+        manager.save(2, state(2)).result()
+        with pytest.raises(TimeoutError):
+            manager.wait_until_finished(timeout_s=0.5)
+        assert manager.tiers["waiting"] == [2]
+        mount()
+        manager.wait_until_finished()
+
+        assert manager.tiers["durable"] == [1, 2]
