@@ -104,11 +104,7 @@ def saved_at(index: StepIndex, number: int) -> Saved:
 
 
 def earlier_lives(index: StepIndex, newest: Saved | None) -> list[int]:
-    """Returns the steps from which the run did not go on; see `astray`.
-
-    Raises:
-        OSError: a step cannot be read; if it counted, the run might go on from an earlier life.
-    """
+    """Returns the steps from which the run did not go on, see `astray`; OSError if unknown."""
     found = []
     for number in index.steps():
         with contextlib.suppress(CorruptCheckpoint, UnsupportedFormat):  # a restore shows it

@@ -135,13 +135,8 @@ def settle(
         mine["others"] = [one for one in mine["others"] if posixpath.basename(one) not in read]
     if text is not None and away is None:
         away = OSError(errno.EIO, text)
-    return Local(
-        run=found,
-        share=share,
-        guest=names.guest(_token(found, directory.root)),
-        away=away,
-        **mine,
-    )
+    guest = names.guest(_token(found, directory.root))
+    return Local(run=found, share=share, guest=guest, away=away, **mine)
 
 
 def _learn(

@@ -300,9 +300,7 @@ class Ownership:
             self.join(step)
             self._is_sure = False
         if self.check() is None:  # nobody else has taken the run
-            self._check_place()
-            self._write()
-            self._is_sure = False
+            self._write_again()
         if self._leases.unsettled:
             self._leases.settle(self.token)
         # The job that held the lock may have ended: show that this job is running.
@@ -315,8 +313,8 @@ class Ownership:
             self._refuse_older(step)
             self._is_sure = True
 
-    def _check_place(self) -> None:
-        """Raises SaveFailed if the root is another directory than the one that was opened."""
+    def _write_again(self) -> None:
+        """Writes the owner's file, unless the root is another directory than was opened."""
         lock = f"{self._index.root}/{names.LOCK}"
         if self._is_locked() and self._index.storage.kind(lock) is None:
             raise SaveFailed(
@@ -324,6 +322,8 @@ class Ownership:
                 "its other files are missing. Its file system may be unmounted, or the directory "
                 "renamed or deleted. Nothing was saved there. Bring it back, or start the job again"
             ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
+        self._write()
+        self._is_sure = False
 
     def _is_locked(self) -> bool:
         """Returns whether this job holds the lock, where there are locks."""

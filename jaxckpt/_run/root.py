@@ -116,17 +116,17 @@ class Root:
         """
         self.index.remember(info)
         if life is not None and life != self._life:
-            with contextlib.suppress(OSError):  # else after the next save
-                self._leave_behind(Saved.of(info.step, life))
-                self._life = life
+            self._leave_behind(info.step, life)
         is_good = not self.keep.verified or self._read_back(info.step)
         self.tidy(stay)
         return is_good
 
-    def _leave_behind(self, newest: Saved) -> None:
+    def _leave_behind(self, step: int, life: Life) -> None:
         """Deletes the steps of earlier lives, which the run can no longer need."""
         index = self.index
-        index.astray.update(earlier_lives(index, newest))
+        with contextlib.suppress(OSError):  # then after the next save
+            index.astray.update(earlier_lives(index, Saved.of(step, life)))
+            self._life = life
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
     def tidy(self, stay: Stay = tuple) -> None:
