@@ -7,10 +7,11 @@ import errno
 import io
 import posixpath
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Files, Work, read_small, warn
 from jaxckpt.errors import SaveFailed, StoreError
@@ -21,6 +22,9 @@ from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file, listing, to
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
 _COMMITTED = "committed"  # in the file of a writer, while that is removed
+_TAKEN: Final = "taken by "  # begins that file while another finishes or removes what is there
+_DECIDES_S: Final = 10.0  # for how long a writer waits for that
+_FIRST_PAUSE_S: Final = 0.02
 
 
 @final
@@ -89,12 +93,12 @@ class MarkerCommit(Attempts):
             This with the lock; None if it was not taken.
         """
         storage, writer = self.storage, f"{self.path}/{names.WRITER}"
-        mine = secrets.token_hex(8).encode()
+        mine = f"{_TAKEN}{secrets.token_hex(8)}".encode()  # which its writer finds
         hold, is_ours = None, by_force
         try:
             hold = storage.hold(writer, mine, new=True) or storage.hold(writer, mine)
             if hold is None and by_force:
-                storage.write(writer, b"taken by " + mine)  # which its writer finds
+                storage.write(writer, mine)
                 hold = storage.hold(writer, mine)
         except io.UnsupportedOperation:  # left alone, it would block this name for ever
             storage.write(writer, mine)
@@ -182,13 +186,22 @@ class MarkerCommit(Attempts):
         """Returns whether the next writer found an attempt committed; takes it back if not.
 
         The next writer then removed no more than the writer's file, which goes last elsewhere.
+        While it has the directory, whether it found the marker is not known: it shows that soon.
         """
         files = (names.COMMIT_MARKER, names.WRITER, names.RECORD)
-        marker, owner, record = (read_small(self.storage, f"{self.path}/{f}") or "" for f in files)
-        if marker and token not in marker:  # another attempt's by now
-            return False
-        if marker and token in record and owner in ("", _COMMITTED):
-            return True
+        end_s, pause_s = time.monotonic() + _DECIDES_S, _FIRST_PAUSE_S
+        while True:
+            texts = [read_small(self.storage, f"{self.path}/{file}") or "" for file in files]
+            marker, owner, record = texts
+            if marker and token not in marker:  # another attempt's by now
+                return False
+            is_whole = marker and token in record
+            if is_whole and owner in ("", _COMMITTED):
+                return True
+            if not (is_whole and owner.startswith(_TAKEN)) or time.monotonic() > end_s:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
         self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
         return False
 

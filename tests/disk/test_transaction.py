@@ -545,6 +545,30 @@ def test_a_writer_that_wakes_up_keeps_a_commit_that_the_next_job_has_found(write
     assert (storage.kind(f"{where}/{names.COMMIT_MARKER}") is not None) == stays
 
 
+@pytest.mark.parametrize("left", [names.RECORD, names.WRITER])
+def test_a_writer_that_wakes_up_waits_for_what_the_next_job_decides(left):
+    """It has the directory, and has found the marker, or else deletes the record at last."""
+    path = f"memory://{uuid.uuid4()}/a"
+    jaxckpt.save(path, {"w": 1})
+    storage, where = locate(path)
+    token = find(storage, where).record.token
+    storage.write(f"{where}/{names.WRITER}", b"taken by 123")
+    storage.delete_files([f"{where}/{names.COMMIT_MARKER}"])
+    looks = itertools.count()
+
+    def decide(verb, path):
+        if verb == "read" and path == f"{where}/{names.WRITER}" and next(looks) == 3:
+            gone = {names.RECORD, names.WRITER} - {left}
+            storage.delete_files([f"{where}/{file}" for file in gone])
+
+    stays = left == names.RECORD
+    commit = commit_of(WatchedStorage(storage, decide), where)
+    with contextlib.nullcontext() if stays else pytest.raises(SaveFailed, match="took over"):
+        commit.publish(token, overwrite=False)
+
+    assert (storage.kind(f"{where}/{names.COMMIT_MARKER}") is not None) == stays
+
+
 def test_a_claim_that_cannot_end_is_no_longer_renewed():
     """The store is away when a deletion ends: else nobody could save there while this job runs."""
 
