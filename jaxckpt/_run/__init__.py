@@ -27,12 +27,15 @@ A manager:
     manager      `CheckpointManager`, which is these put together
     config       its arguments: checked, from dicts, compared between processes
     saver        the saving half of a manager
+    taking       the copies of what a call of save is given
     due          which calls save, alike in all processes
     position     which step may come next
     incremental  what a step shares with earlier steps
     comparisons  when replicas are compared, and what that found
     preemption   being told to stop
     by_hand      pinned, deleted, scrubbed: in all roots, and on the disk of each host
+    candidates   which copies of steps a restore tries, and in which order
+    readings     what is read of a step: its state, or its items
     resume       the newest complete step, or the step before it
 
 A local tier in front of the directory:

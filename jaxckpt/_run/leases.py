@@ -27,6 +27,7 @@ from jaxckpt.format.run import Doomed, Lease
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 CHANGE_S: Final = 300.0  # a lease to change a step, for which a job that starts again has to wait
 _CLOCKS_DIFFER_S: Final = 86_400.0
+_POLL_S: Final = 0.5
 _STARTED_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
@@ -158,3 +159,23 @@ class Leases:
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""
         return self.index.small(Doomed, names.DOOMED) or Doomed()
+
+
+def watch(leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
+    """Yields new steps as they are committed; each is leased while the caller uses it."""
+    waiting = threading.Event()  # never set; signals can interrupt its wait
+    last = after
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        steps = leases.index.steps()
+        new = steps[-1:] if last is None else [n for n in steps if n > last]
+        for step in new:
+            last = step
+            with leases.protect(step) as there:
+                if there:
+                    yield step
+                    deadline_s = time.monotonic() + timeout_s
+        if not new:
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                return
+            waiting.wait(min(_POLL_S, left_s))

@@ -26,6 +26,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.by_hand import ByHand
+from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.config import (
     MANAGER,
     LocalTier,
@@ -36,9 +37,11 @@ from jaxckpt._run.config import (
 )
 from jaxckpt._run.facts import run_metadata
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import watch
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
-from jaxckpt._run.resume import ItemsReading, NeverWhole, Resume, StateReading, shapes_of, watch
+from jaxckpt._run.readings import ItemsReading, StateReading, shapes_of
+from jaxckpt._run.resume import NeverWhole, Resume
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import DURABLE, LOCAL, Root
 from jaxckpt._run.saver import SaveOptions, Saver
@@ -197,11 +200,10 @@ class CheckpointManager:
             notice=notice,
         )
         self._saver = Saver(self._roots, self._processes, options, self._tiers)
+        about: Any = {"roots": self._roots, "processes": self._processes, "timeout_s": timeout_s}
         self._resume = Resume(
-            roots=self._roots,
-            processes=self._processes,
-            keep=keep,
-            timeout_s=timeout_s,
+            **about,
+            candidates=Candidates(**about, keep=keep),
             budget_bytes=budget_bytes,
             writes=writes,
             on_damage=self._saver.incremental.clear,
@@ -473,7 +475,7 @@ class CheckpointManager:
             )
         request = self._request(options)
         start_s = time.monotonic()
-        steps = self._resume.candidates("latest")
+        steps = self._resume.candidates.of("latest")
         if not steps:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
@@ -522,14 +524,14 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """Returns the committed steps in order. Lists the directory of each and reads no file."""
         self._begin_call()
-        return [*self._resume.listed()]
+        return [*self._resume.candidates.listed()]
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is complete, or None."""
         self._begin_call()
         if self._tiers is None:
             return next(filter(self._index.is_whole, self._index.newest_first()), None)
-        for step, i, *_ in self._resume.newest_first():
+        for step, i, *_ in self._resume.candidates.newest_first():
             index = self._roots[i].index
             if index.is_committed(step) and index.is_whole(step):
                 return step
@@ -550,7 +552,7 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        ranked = [info.step for info in self._resume.ranked()]
+        ranked = [info.step for info in self._resume.candidates.ranked()]
         return next(
             (n for n in ranked if any(root.index.is_whole(n) for root in self._roots)), None
         )
@@ -684,7 +686,7 @@ class CheckpointManager:
         self._begin_call()
         check_type("watch", "timeout_s", timeout_s, Real, "a number of seconds")
         after = None if after is None else as_step("watch(after=...)", after)
-        return watch(self._index, self._directory.leases, timeout_s, after)
+        return watch(self._directory.leases, timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"

@@ -136,6 +136,30 @@ class Preemption:
             os.kill(os.getpid(), number)
 
 
+def what_fits(
+    left_s: float | None, save_s: float | None, upload_s: float | None, item: str
+) -> tuple[str, bool]:
+    """Describes the time that is left beside what this run has measured, and whether that fits.
+
+    Args:
+        left_s: Until the host ends; None if that is unknown.
+        save_s, upload_s: What each takes; None if it was not measured.
+        item: The item that an upload begins with; "" if there are no uploads.
+    """
+    times = {"a save": save_s, "its upload": upload_s}
+    known = {what: seconds for what, seconds in times.items() if seconds is not None}
+    why = "a signal to stop" if left_s is None else f"the end of this host in {left_s:.0f} s"
+    fits = left_s is not None and sum(known.values()) <= left_s
+    said = "this fits" if fits else "this does not fit; it is tried"
+    if left_s is None:
+        said = "how much time is left is unknown"
+    elif not fits and item:
+        said = f"this does not fit; it is saved here, and the upload begins with {item}: what is "
+        said += "not sent is only on the disks of hosts"
+    texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
+    return f"{why}: {'; '.join([*texts, said]) if known else 'nothing is measured yet'}", fits
+
+
 def _past_closed(handler: Any, number: int) -> Any:
     """Returns the handler below handlers that closed managers could not remove."""
     while isinstance(owner := getattr(handler, "__self__", None), Preemption):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -17,24 +17,22 @@ from jaxckpt._core.check import as_new_step, calling
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._run import items as _items
 from jaxckpt._run.comparisons import Comparisons
 from jaxckpt._run.due import DueSteps
 from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
-from jaxckpt._run.preemption import Notice, Preemption
+from jaxckpt._run.preemption import Notice, Preemption, what_fits
 from jaxckpt._run.root import Root, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sender import Upload
+from jaxckpt._run.taking import Given, Taking
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.job import SaveJob, SaveRequest
-from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.save import check_metadata
-from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
+from jaxckpt._save.snapshot import TreeItem
 from jaxckpt._save.worker import Worker
-from jaxckpt.format import names
 from jaxckpt.format.ledger import PREEMPTED
 from jaxckpt.multihost import Processes, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
@@ -70,25 +68,6 @@ class SavingStep:
     upload: Upload | None  # from there to the directory, if it goes there
     trees: Sequence[TreeItem]  # whose files the next step may share
     metrics: Mapping[str, Any]  # empty until process 0 has written them
-
-
-@dataclass(slots=True)
-class Given:
-    """What one call of `save` is given, and its copies on the host."""
-
-    step: int
-    state: object
-    items: Mapping[str, object]
-    metrics: Mapping[str, Any] | None
-    dtype: str | None
-    custom_metadata: Mapping[str, Any] | None
-    taken: list[SaveItem] = field(default_factory=list)
-    replicas: Replicas | None = None
-    numbers: dict[str, Any] = field(default_factory=dict)  # the metrics, once they are computed
-
-    @property
-    def trees(self) -> Sequence[TreeItem]:
-        return [item for item in self.taken if isinstance(item, TreeItem)]
 
 
 @final
@@ -154,7 +133,8 @@ class Saver:
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
         self.comparisons = Comparisons(self._index, processes, policy, options.item)
-        self._lacked_metric = False  # whether a step did, which is reported once
+        copying = options.item, options.zstd, self.incremental, self.comparisons
+        self._taking = Taking(roots, processes, *copying)
 
     def _upload_left(self) -> None:
         if self._tiers is not None and self._left is not None:
@@ -294,7 +274,7 @@ class Saver:
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)
         if problem is None and not self.incremental.link(given.taken, root, work):
-            problem = self._problem_of(partial(self._take, given, meter))
+            problem = self._problem_of(lambda: self._taking.take(given, meter, self.under_way()))
         self.comparisons.count(given.replicas)
         request = self._request(given, root, name, token, meter, problem=problem, skips=skips)
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
@@ -310,7 +290,7 @@ class Saver:
         self.position.check(given.step, self._saving())
         self.position.later = range(0)  # then nothing later is left
         given.custom_metadata = check_metadata(given.custom_metadata)
-        self._take(given, meter)
+        self._taking.take(given, meter, self.under_way())
 
     def _request(
         self, given: Given, root: Root, name: str, token: str, meter: Meter, **options: Any
@@ -370,70 +350,16 @@ class Saver:
         return root, tiers.uploader.expect(given.step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
-        """Logs the time that is left after a notice or signal, beside what this run has measured.
-
-        If the upload of the step fits, an older upload under way gives way to it.
-        """
-        left_s = self.preemption.left_s
+        """Logs what fits into the time that is left; then an older upload gives way to this one."""
         if self._processes.index != 0:
             return
-        times = {"a save": self.due.schedule.costs.save_s}
-        if self._tiers is not None:
-            times["its upload"] = self._tiers.sender.seconds_for(size_bytes)
-        known = {what: seconds for what, seconds in times.items() if seconds is not None}
-        texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
-        why = "a signal to stop" if left_s is None else f"the end of this host in {left_s:.0f} s"
-        fits = "this fits"
-        if left_s is None:
-            fits = "how much time is left is unknown"
-        elif sum(known.values()) > left_s:
-            fits = "this does not fit; it is tried"
-            if self._tiers is not None:
-                fits = "this does not fit; it is saved here, and the upload begins with "
-                fits += f"{self._options.item}: what is not sent is only on the disks of hosts"
-        elif known.get("its upload") is not None and self._tiers is not None:
-            self._tiers.uploader.hurry(step)
-        text = "; ".join([*texts, fits]) if known else "nothing is measured yet"
-        self._index.warn(f"saving step {step} for {why}: {text}")
-
-    def _take(self, given: Given, meter: Meter) -> None:
-        """Copies everything to the host, and begins to compare replicas, if that is due."""
-        main, state, metrics = self._options.item, given.state, given.metrics
-        for name in given.items:
-            names.check_item(name, main, names.STATE_ITEM, names.DEFAULT_ITEM)
-        given.taken, given.replicas = [], None  # those of another try are gone
-        taken, replicas = list[SaveItem](), self.comparisons.begin()
-        with meter.phase("snapshot"):
-            options: dict[str, Any] = {"zstd": self._options.zstd, "replicas": replicas}
-            options["holds"] = self._root.group.part is not None
-            options["storage"] = self.incremental.storage
-            bases = self.incremental.begin(is_saving=bool(self.under_way()))
-            if isinstance(state, Items):
-                taken += state.taken(self._processes)
-            else:
-                how = {"copy": True, "dtype": given.dtype, "base": bases.get(main), **options}
-                taken.append(take_tree(main, state, self._processes, **how))
-            for name, value in given.items.items():
-                base = bases.get(name)
-                taken.append(_items.take_item(name, value, self._processes, base=base, **options))
-        for root in self._roots:
-            if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
-                self._check_metric(metrics or {}, root.keep.metric, given.step)
-        if metrics is not None:
-            taken.append(_items.take_metrics(metrics, given.numbers.update))
-        given.taken, given.replicas = taken, replicas
-
-    def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
-        """Reports the first step that lacks the metric of the policy."""
-        has_it = not isinstance(metrics.get(wanted), Mapping | list | tuple | str | None)
-        if has_it or self._lacked_metric:
-            return
-        self._lacked_metric = True
-        self._index.report(
-            f"step {step} has no number for the metric {wanted!r} that KeepPolicy ranks by; it has "
-            f"{', '.join(metrics) or 'none'}. While no step has it, `best` keeps all steps. Later "
-            "steps that lack it are not reported."
-        )
+        save_s, tiers = self.due.schedule.costs.save_s, self._tiers
+        upload_s = None if tiers is None else tiers.sender.seconds_for(size_bytes)
+        left_s = self.preemption.left_s
+        text, fits = what_fits(left_s, save_s, upload_s, self._options.item if tiers else "")
+        if fits and upload_s is not None and tiers is not None:
+            tiers.uploader.hurry(step)
+        self._index.warn(f"saving step {step} for {text}")
 
     # --- waiting ---------------------------------------------------------------------------------
 

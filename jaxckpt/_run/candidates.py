@@ -1,0 +1,145 @@
+"""Which copies of the steps of a run a restore tries, in order: the newest first, or the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from jaxckpt._core.check import as_step
+from jaxckpt._core.text import nearest
+from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
+from jaxckpt._run.index import at_once
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.root import Root, judge_steps, reachable
+from jaxckpt._run.shares import origin_in
+from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
+from jaxckpt.multihost import Processes, leading
+from jaxckpt.types import StepInfo
+
+# Puts the copies of steps in the order to try, given the steps in each root.
+InOrder = Callable[[Mapping[int, Collection[int]]], list[Copy]]
+
+_NAMED: Final = ("latest", "best")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Finds the copies of steps, the same in every process."""
+
+    roots: tuple[Root, ...]  # where the steps are, the nearest first
+    processes: Processes
+    timeout_s: float
+    keep: KeepPolicy  # ranks the steps
+
+    @property
+    def _name(self) -> str:
+        return self.roots[-1].index.root
+
+    def of(self, step: Any) -> list[Copy]:
+        """Returns the copies to try, in order, for "latest", "best" or a number."""
+        step, nearest, in_order = _chosen(step), self.roots[0], newest_first
+        where, limit_s = self.roots[-1].index.root, self.timeout_s
+        if nearest.group.part is not None or nearest.peers:
+            known: list[Disks] = []  # only process 0 needs to know what the disks have
+            judge_steps(nearest, lambda *x: known.extend(x), run=where, timeout_s=limit_s)
+            in_order = partial(self._over_disks, known)
+        with leading(
+            self.processes, f"manager {where}/steps", where=where, timeout_s=limit_s, meets=True
+        ) as led:
+            if self.processes.index == 0:  # it lists the steps
+                led.value = self._copies(step, in_order)
+        return [Copy(*one) for one in led.value]
+
+    def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
+        if step == "latest":
+            found = reachable(self.roots, lambda root: root.index.to_restore())
+            return in_order(found) or self._refuse_flax()
+        if step == "best":
+            return self._best_first(in_order)
+        wanted = int(step)
+        found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
+        copies = [copy for copy in in_order(found) if copy.step == wanted]
+        if not copies:
+            self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
+        return copies
+
+    def newest_first(self) -> list[Copy]:
+        """Returns the copies of steps from the newest down; see `StepIndex.to_restore`."""
+        return newest_first(reachable(self.roots, lambda root: root.index.to_restore()))
+
+    def _over_disks(
+        self, known: Sequence[Disks], found: Mapping[int, Collection[int]]
+    ) -> list[Copy]:
+        """Returns the copies of steps in the order to try, given what `judge_steps` showed."""
+        disks, others = known
+        index, local = self.roots[-1].index, set().union(*disks, *others)
+        there = found.get(len(self.roots) - 1, ())
+        durable = {n: origin_in(index, n) if n in local else None for n in there}
+        return over_disks(disks, durable, others)
+
+    def _refuse_flax(self) -> list[Copy]:
+        """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
+        index = self.roots[-1].index
+        files = index.listing().flax_files()
+        if not files:
+            return []
+        newest = f"{index.root}/{max(files, key=files.__getitem__)}"
+        raise UnsupportedFormat(
+            f"{index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
+            "manager restores none. Convert the newest into a new run, "
+            f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
+            "it with jaxckpt.restore. To start over, use an empty directory."
+        )
+
+    def listed(self) -> dict[int, list[int]]:
+        """Returns the committed steps, in order, and which roots have each."""
+        return _by_step(reachable(self.roots, lambda root: root.index.steps()))
+
+    def ranked(self) -> list[StepInfo]:
+        """Returns the steps by the metric of the policy, the best first; reports if none has it."""
+        there = self.listed()
+        ranked = self._ranked(there)
+        infos = [] if ranked else self._infos(there)
+        if any(info.metrics for info in infos):
+            self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(infos)}")
+        return ranked
+
+    def _ranked(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
+        if self.keep.metric is None:
+            raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
+        return self.keep.ranked(self._infos(there))
+
+    def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
+        """Returns the facts about each step, from the nearest root that has it.
+
+        Raises:
+            OSError: a step cannot be read; it may be the best.
+        """
+        storage = self.roots[-1].index.storage
+        return at_once(lambda n: self.roots[there[n][0]].index.read_info(n), there, storage)
+
+    def _best_first(self, in_order: InOrder) -> list[Copy]:
+        found = reachable(self.roots, lambda root: root.index.steps())
+        there, copies = _by_step(found), in_order(found)
+        if ranked := self._ranked(there):
+            return [copy for info in ranked for copy in copies if copy.step == info.step]
+        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
+
+
+def _by_step(found: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
+    """Returns the steps in order, and which roots have each, from the steps of each root."""
+    there: dict[int, list[int]] = {}
+    for copy in reversed(newest_first(found)):
+        there.setdefault(copy.step, []).insert(0, copy.root)
+    return there
+
+
+def _chosen(step: Any) -> int | str:
+    if not isinstance(step, str):
+        return as_step("restore", step)
+    if step not in _NAMED:
+        wanted = f"a number, 'latest' or 'best', got {step!r}"
+        raise ValueError(f"restore: step must be {wanted}. {nearest(step, _NAMED)}")
+    return step
