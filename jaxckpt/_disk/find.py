@@ -150,9 +150,12 @@ def _steps_from(storage: Storage, root: str, newest: Found) -> list[str]:
 
 def _has_mark(storage: Storage, path: str) -> bool:
     """Returns whether a step is marked, as far as its record can be read."""
-    with contextlib.suppress(CheckpointError, OSError):
+    try:
         return bool(read_record(storage, path, storage.entries(path)).differences)
-    return False
+    except (CheckpointError, OSError) as error:
+        if is_io_failure(error):
+            raise
+        return False
 
 
 def newest_committed(storage: Storage, path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from jaxckpt._core.check import as_step
 from jaxckpt._core.text import nearest
 from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
-from jaxckpt._run.index import at_once
+from jaxckpt._run.index import LISTINGS, at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
@@ -99,17 +99,24 @@ class Candidates:
 
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first; reports if none has it."""
-        there = self.listed()
-        ranked = self._ranked(there)
-        infos = [] if ranked else self._infos(there)
-        if any(info.metrics for info in infos):
+        _, infos = self._with_infos()
+        ranked = self.keep.ranked(infos)
+        if not ranked and any(info.metrics for info in infos):
             self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(infos)}")
         return ranked
 
-    def _ranked(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
+    def _with_infos(self) -> tuple[dict[int, list[int]], list[StepInfo]]:
+        """Returns the steps in each root, and the facts by which they are ranked."""
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
-        return self.keep.ranked(self._infos(there))
+        before, found, infos = None, dict[int, list[int]](), list[StepInfo]()
+        for _ in range(LISTINGS):  # a job may delete all that were listed
+            found = reachable(self.roots, lambda root: root.index.steps())
+            infos = self._infos(_by_step(found))
+            if found == before or self.keep.ranked(infos):
+                break
+            before = found
+        return found, infos
 
     def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
         """Returns the facts about each step, from the nearest root that has it.
@@ -121,11 +128,11 @@ class Candidates:
         return at_once(lambda n: self.roots[there[n][0]].index.read_info(n), there, storage)
 
     def _best_first(self, in_order: InOrder) -> list[Copy]:
-        found = reachable(self.roots, lambda root: root.index.steps())
-        there, copies = _by_step(found), in_order(found)
-        if ranked := self._ranked(there):
+        found, infos = self._with_infos()
+        copies = in_order(found)
+        if ranked := self.keep.ranked(infos):
             return [copy for info in ranked for copy in copies if copy.step == info.step]
-        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
+        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(infos)}")
 
 
 def _by_step(found: Mapping[int, Collection[int]]) -> dict[int, list[int]]:

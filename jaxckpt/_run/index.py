@@ -20,7 +20,12 @@ from jaxckpt._disk.find import looks_committed, read_facts, read_record
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
 from jaxckpt._run.listing import ListedRoot, Listing, guess_naming, shown
 from jaxckpt._save.job import is_under_way
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    is_io_failure,
+)
 from jaxckpt.format import names, run
 from jaxckpt.format.run import StepNames
 from jaxckpt.storage import Entry, Storage, listed, together
@@ -346,9 +351,7 @@ class StepIndex(ListedRoot):
     def read_info(self, number: int) -> StepInfo:
         """Returns the facts about a step; raises an error of reading it, unless it is damaged."""
         info, error = self.info(number), self.unknown.get(number)
-        if isinstance(error, OSError) and not isinstance(
-            error, CorruptCheckpoint | FileNotFoundError
-        ):
+        if error is not None and is_io_failure(error):
             raise error
         return info
 

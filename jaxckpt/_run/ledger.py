@@ -23,7 +23,7 @@ from typing import Any, Final, final
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.schedule import PRIOR_MTBF_S
 from jaxckpt._save.worker import is_ending
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.ledger import (
     CLOSED,
@@ -40,8 +40,8 @@ EVERY_S: Final = 120.0
 ENOUGH: Final = 3  # failures, from which the mean time between them is used
 
 
-def read_ledger(index: StepIndex) -> list[Start]:
-    """Reads the starts of a run; reports a ledger that is too large or cannot be read."""
+def read_ledger(index: StepIndex) -> list[Start] | None:
+    """Reads the starts of a run; reports a ledger that is too large, or cannot be read: None."""
     file = f"{index.root}/{names.LEDGER}"
     try:
         return decode_ledger(index.storage.read(file, max_bytes=MAX_BYTES))
@@ -49,7 +49,7 @@ def read_ledger(index: StepIndex) -> list[Start]:
         return []
     except (OSError, CorruptCheckpoint) as error:
         index.report(f"{file} is left out: {error}")
-        return []
+        return None if is_io_failure(error) else []
 
 
 def failure(error: Exception) -> str:
@@ -65,7 +65,7 @@ class Ledger:
         self._index = index
         self._writing = threading.Lock()  # held by the thread that writes
         self._lock = threading.RLock()  # guards all below; a signal handler may save too
-        self._before: list[Start] = []
+        self._before, self._is_unread = list[Start](), False  # because reading failed
         self._now = Start(opened_s=time.time())
         self._first_s = 0.0  # when the first step was seen, by the monotonic clock
         self._back: int | None = None  # the step restored after others were trained
@@ -124,8 +124,17 @@ class Ledger:
     def read(self, known: Mapping[str, object] | None) -> None:
         """Reads the lines of earlier starts; `known` are the entries of the root."""
         found = read_ledger(self._index) if known is None or names.LEDGER in known else []
+        self._is_unread = found is None
         with self._lock:
-            self._before = [one for one in found if one.start != self._now.start]
+            self._before = [one for one in found or () if one.start != self._now.start]
+
+    def _read_again(self) -> bool:
+        """Reads the earlier starts, which could not be read; returns whether it did."""
+        with self._lock:
+            ours = self._before
+            self.read(None)
+            self._before += ours
+        return not self._is_unread
 
     def begin(self, start: str, owns: Callable[[], bool]) -> None:
         """Writes the line of this start; `owns` returns whether the job still owns the run."""
@@ -157,7 +166,7 @@ class Ledger:
         self._written_s, self._written = time.monotonic(), self._news()
         try:
             with self._writing:
-                if owns():
+                if owns() and (not self._is_unread or self._read_again()):
                     data = encode_ledger(self.starts)
                     self._index.storage.write(f"{self._index.root}/{names.LEDGER}", data)
         except (OSError, CheckpointError) as error:

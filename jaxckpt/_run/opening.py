@@ -111,9 +111,9 @@ class Opening:
         index = self._index
         with self._beginning:
             listing = self._take()
-        if self._is_over:  # while the root did not answer
+        if self._is_over:  # by another manager, or while the root did not answer
             self._owner.close()
-            return {}
+            raise SaveFailed(f"{index.root}: {self.ended}")
         with _unless_full(index):
             if (folder := self._deletion.folder) is not None:
                 check_folder(index, folder)

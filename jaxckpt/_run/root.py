@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import posixpath
 import time
@@ -156,9 +157,9 @@ class Root:
         if asks:
             infos = self.index.infos(steps)
         kept = self.keep.kept(infos, now_s=time.time())
-        # A step that cannot be read now may be the best.
-        unknown = self.index.unknown if asks else set()
-        gone = [n for n in steps if n not in {*kept, *unknown, *stay()}]
+        unknown = self.index.unknown if asks else {}  # may be the best, or decide on later steps
+        until = min(unknown) if unknown and self.keep.every_seconds is not None else math.inf
+        gone = [n for n in steps if n < until and n not in {*kept, *unknown, *stay()}]
         if self.keep.verified:
             good = max(self._verified & kept.keys(), default=-1)
             gone = [n for n in gone if n < good]

@@ -102,11 +102,10 @@ class Saver:
         self.ledger = roots[-1].ledger
         self._closing.callback(self._in_ledger, self.ledger.close)
         self._closing.callback(self.incremental.end)
-        saves, settled = [self.worker], None
-        if tiers is not None:
-            saves, settled = [self.worker, tiers.uploader], tiers.settled
+        saves = [self.worker] if tiers is None else [self.worker, tiers.uploader]
+        about = options.run_metadata, tiers and tiers.settled
         opened = (
-            open_roots(roots, saves, options.run_metadata, settled, timeout_s=limit_s)
+            open_roots(roots, saves, *about, timeout_s=limit_s)
             if options.writes
             else look_at(roots)
         )

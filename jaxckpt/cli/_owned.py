@@ -94,8 +94,8 @@ def owned(
             f"run for writing deletes the rest. Nothing was changed. To delete them now, run: "
             f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt cp {root}/{left[0]} DST"
         )
-    owner.open()
-    try:
+    try:  # also of an opening that fails once it has the lock
+        owner.open()
         if not owner.token:
             _refuse(root, owner)
         yield run

@@ -15,7 +15,7 @@ from jaxckpt._disk.item import open_item
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.index import at_once
 from jaxckpt.cli._owned import existing_run
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.tree import parse_path
 from jaxckpt.pages.overview import FIRST, overview, step_overview
 from jaxckpt.storage import PathIn, Storage, listed, locate, now, real
@@ -146,12 +146,15 @@ _ABOUT = "(about it)"
 def _branches(path: PathIn, items: Sequence[str]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for item in items:
-        # A damaged step takes space too.
-        with contextlib.suppress(CheckpointError, OSError):
-            ckpt = inspection.open(path, item=item)
-            for text, leaf in ckpt.leaves.items():
-                top = parse_path(text)[:1]
-                sizes["/".join(name for name in (item, *top) if name)] += leaf.size_bytes
+        try:
+            leaves = inspection.open(path, item=item).leaves
+        except (CheckpointError, OSError) as error:
+            if is_io_failure(error):
+                raise
+            continue  # a damaged step takes space too
+        for text, leaf in leaves.items():
+            top = parse_path(text)[:1]
+            sizes["/".join(name for name in (item, *top) if name)] += leaf.size_bytes
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -161,13 +164,19 @@ def _files(storage: Storage, top: str) -> list[_File]:
             _File(path=name, inode=(f"{top}/{name}", 0), size_bytes=entry.size, is_shared=False)
             for name, entry in storage.files(top).items()
         ]
-    paths = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
+    folders = os.walk(top, onerror=_raise)
+    paths = [os.path.join(folder, name) for folder, _, names in folders for name in names]
     found = []
     for path in paths or [top] * (not os.path.isdir(top)):
         with contextlib.suppress(FileNotFoundError):  # deleted just now
             name = os.path.basename(top) if path == top else os.path.relpath(path, top)
             found.append(_file(path, name))
     return found
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # deleted just now
+        raise error
 
 
 def _file(path: str, relative: str) -> _File:

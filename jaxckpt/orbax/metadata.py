@@ -18,6 +18,7 @@ from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.open import custom_of
+from jaxckpt.errors import is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import path_text
@@ -232,6 +233,8 @@ def get_step_metadata(path: str | os.PathLike[str]) -> Any:
     try:
         data = storage.read(f"{where}/{names.CHECKPOINT_METADATA}", max_bytes=jsontext.MAX_BYTES)
     except OSError as error:
+        if is_io_failure(error):
+            raise
         raise ValueError(f"Step metadata not found at {path}: it is no checkpoint.") from error
     recorded, fields = jsontext.loads(data, file=f"{path}"), vars(StepMetadata())
     return StepMetadata(**{k: v for k, v in recorded.items() if k in fields})

@@ -107,7 +107,7 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     keep = None
     with contextlib.suppress(CheckpointError):  # viewers can do without the policy
         keep = policy_of(index)
-    starts = read_ledger(index) if names.LEDGER in listing.entries else []
+    starts = (names.LEDGER in listing.entries and read_ledger(index)) or []
     described = listing.strays(besides=[keep and keep.move_to])
     strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
     return RunOverview(

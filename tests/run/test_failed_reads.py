@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
+import time
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt.cli._owned import owned
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn
+from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
 from jaxckpt.testing import WatchedStorage
+from tests.commandline import cli
 
 READS = ("read", "read_into", "entries", "kind", "size")
 
@@ -193,7 +199,7 @@ def test_nothing_is_saved_where_the_run_is_no_more(tmp_path):
 
         with pytest.raises(SaveFailed, match="is not the directory that this job opened"):
             manager.save(2, state(2)).result()
-        assert [name for name in os.listdir(root) if not name.startswith("_jaxckpt")] == []
+        assert [name for name in os.listdir(root) if name[0] not in "._"] == []
         mount()
         manager.save(3, state(3)).result()
 
@@ -215,3 +221,137 @@ def test_an_upload_waits_for_a_directory_that_is_unmounted(tmp_path):
         manager.wait_until_finished()
 
         assert manager.tiers["durable"] == [1, 2]
+
+
+# --- other calls ------------------------------------------------------------------------------
+
+
+def failing_once(file, storage=None):
+    """A storage whose next read of a file fails once."""
+    left = [str(file)]
+
+    def fail(verb, path):
+        if verb == "read" and path in left:
+            left.remove(path)
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    return WatchedStorage(storage or LocalStorage(), fail)
+
+
+def test_a_policy_by_time_deletes_nothing_after_a_step_that_it_cannot_read(tmp_path):
+    """Which steps it keeps depends on the time of that one."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in range(5):
+            manager.save(step, state(step)).result()
+            time.sleep(0.25)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    keep, kept = KeepPolicy(last=1, every_seconds=0.4), {}
+    fails = failing_once(tmp_path / "copy" / "2" / names.RECORD)
+
+    for place in (tmp_path / "run", PathIn(fails, str(tmp_path / "copy"))):
+        with CheckpointManager(place, keep=keep) as manager:
+            manager.save(9, state(9)).result()
+            manager.wait_until_finished()
+            kept[place] = {*manager.all_steps()}
+
+    without, with_fault = kept.values()
+    assert without <= with_fault
+    assert 2 in with_fault
+
+
+def test_the_ledger_of_earlier_starts_stays_if_it_cannot_be_read(tmp_path):
+    """The line of this start is added once it can be."""
+    for step in (1, 2):
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(step, state(step))
+
+    place = PathIn(failing_once(tmp_path / names.LEDGER), str(tmp_path))
+    with CheckpointManager(place) as manager:
+        manager.save(3, state(3))
+
+    assert (tmp_path / names.LEDGER).read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("call", ["latest_step", "best_step"])
+def test_a_run_that_always_has_steps_has_a_newest_and_a_best(tmp_path, call):
+    """Though a job deletes all that a reader has listed, between any two of its calls."""
+    keep = KeepPolicy(last=1, best=1, metric="loss")
+    made, root = tmp_path / "made", tmp_path / "run"
+    with CheckpointManager(made, keep=keep) as manager:
+        manager.save(3, state(3), metrics={"loss": 0.7}).result()
+    for number in itertools.count():
+        shutil.copytree(made, root)
+        left = [number]
+
+        def go_on(verb, path, left=left):
+            left[0] -= 1
+            if left[0] == -1:
+                with CheckpointManager(root, keep=keep) as job:
+                    job.save(4, state(4), metrics={"loss": 0.6}).result()
+                    job.wait_until_finished()
+
+        place = PathIn(WatchedStorage(LocalStorage(), go_on), str(root))
+        with CheckpointManager(place, mode="r", keep=keep) as reader:
+            assert getattr(reader, call)() in (3, 4), number
+        shutil.rmtree(root)
+        if left[0] >= 0:
+            break
+    assert number > 5
+
+
+def test_a_command_that_fails_gives_the_run_back(tmp_path):
+    """Here, where another command of the same process comes next."""
+    storage, root = locate(f"memory://{tmp_path.name}/run")
+    with CheckpointManager(PathIn(storage, root)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    fails = failing_once(f"{root}/{names.OWNER}", storage)
+
+    with pytest.raises(OSError, match="Input/output"), owned(fails, root):
+        pass
+    with owned(storage, root) as run:
+        assert run.delete([1], asked_for=True) == [1]
+
+
+def test_du_is_silent_about_nothing_that_it_cannot_read(tmp_path, monkeypatch):
+    """A sum that lacks a part would look whole."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+    (folder,) = tmp_path.glob("1/state/d")
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if str(path) == str(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+
+    code, _, error = cli("du", tmp_path)
+    assert (code, "Permission denied" in error) == (2, True)
+
+
+def test_a_marked_step_never_counts_as_one_without_a_mark(tmp_path):
+    """The newest step is damaged, and replicas differed when the one before it was saved."""
+    devices = jax.devices()[:2]
+    everywhere = NamedSharding(Mesh(np.array(devices), "d"), PartitionSpec())
+
+    def replicated(step, error):
+        parts = [np.full(5000, step + error * (n == 0), np.float32) for n in range(2)]
+        placed = [jax.device_put(part, one) for part, one in zip(parts, devices, strict=True)]
+        return jax.make_array_from_single_device_arrays((5000,), everywhere, placed)
+
+    save = SavePolicy(check_replicas=1)
+    with CheckpointManager(tmp_path, save=save, incremental=False) as manager:
+        for step, error in ((1, 0), (2, 1), (3, 0)):
+            manager.save(step, {"w": replicated(step, error), "step": step}).result()
+    (data,) = tmp_path.glob("3/state/d/*")
+    data.write_bytes(data.read_bytes()[:-4] + b"oops")
+    for number in itertools.count():
+        fails = OneFails(number)
+        with contextlib.suppress(OSError):
+            place = PathIn(WatchedStorage(LocalStorage(), fails), str(tmp_path))
+            assert jaxckpt.restore(place)["step"] == 1, fails.what
+        if fails.what is None:
+            break
+    assert number > 10
