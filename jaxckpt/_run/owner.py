@@ -316,10 +316,11 @@ class Ownership:
     def _write_again(self) -> None:
         """Writes the owner's file, unless the root is another directory than was opened."""
         lock = f"{self._index.root}/{names.LOCK}"
-        if self._is_locked() and self._index.storage.kind(lock) is None:
+        is_gone = self._is_locked() and self._index.storage.kind(lock) is None
+        if is_gone and not self._index.listing().steps:  # else somebody deleted these files only
             raise SaveFailed(
-                f"{self._index.root} is not the directory that this job opened: the job's lock and "
-                "its other files are missing. Its file system may be unmounted, or the directory "
+                f"{self._index.root} is not the directory that this job opened: its steps "
+                "and the lock are missing. Its file system may be unmounted, or the directory "
                 "renamed or deleted. Nothing was saved there. Bring it back, or start the job again"
             ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
         self._write()

@@ -355,3 +355,13 @@ def test_a_marked_step_never_counts_as_one_without_a_mark(tmp_path):
         if fails.what is None:
             break
     assert number > 10
+
+
+def test_a_job_goes_on_where_only_its_own_files_were_deleted(tmp_path):
+    """The steps show that this is the run."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1)).result()
+        for file in (names.OWNER, names.LOCK):
+            (tmp_path / file).unlink()
+        manager.save(2, state(2)).result()
+        assert manager.all_steps() == [1, 2]
