@@ -30,7 +30,7 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CheckpointError
+from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
 from jaxckpt.format.step import FileFacts
@@ -103,16 +103,20 @@ def _ranks(disks: Sequence[Any]) -> list[int]:
 
 def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:
     """Returns the steps of a share that can be found, each with the save that it comes from."""
-    found = []
-    for number in index.steps():
+    found = [(number, _origin_here(index, number)) for number in index.steps()]
+    return [(number, origin) for number, origin in found if origin is not None]
+
+
+def _origin_here(index: StepIndex, number: int) -> str | None:
+    """Returns the save that a step comes from, or reports why not; a read may fail once."""
+    for tries_left in (1, 0):
         try:
-            origin = find(index.storage, index.path(number)).origin
+            return find(index.storage, index.path(number)).origin
         except (CheckpointError, OSError) as error:
-            index.report(f"step {number} in {index.root} cannot be found: {error}")
-            continue
-        if origin is not None:
-            found.append((number, origin))
-    return found
+            if not (tries_left and is_io_failure(error)):
+                index.report(f"step {number} in {index.root} cannot be found: {error}")
+                break
+    return None
 
 
 def origin_in(index: StepIndex, number: int) -> str | None:

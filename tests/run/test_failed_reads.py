@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.shares import steps_on_disk
 from jaxckpt.cli._owned import owned
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
@@ -365,3 +367,13 @@ def test_a_job_goes_on_where_only_its_own_files_were_deleted(tmp_path):
             (tmp_path / file).unlink()
         manager.save(2, state(2)).result()
         assert manager.all_steps() == [1, 2]
+
+
+def test_a_step_that_cannot_be_read_once_is_on_the_disk(tmp_path):
+    """Else a job of several hosts would upload an older one."""
+    local = tmp_path / "local"
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1))
+    index = StepIndex(failing_once(local / "1" / names.RECORD), str(local))
+
+    assert [step for step, _ in steps_on_disk(index)] == [1]
