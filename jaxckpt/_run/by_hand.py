@@ -1,4 +1,4 @@
-"""What a program does to steps by hand, in all roots of a run and on the disk of each host."""
+"""Pins, deletes and scrubs steps by hand, in all roots of a run and on the disk of each host."""
 
 from __future__ import annotations
 

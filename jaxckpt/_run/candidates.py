@@ -1,8 +1,8 @@
-"""Which copies of the steps of a run a restore tries, in order: the newest first, or the best."""
+"""Finds the copies of steps that a restore tries, in order: the newest first, or the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -92,6 +92,34 @@ class Candidates:
             f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
             "it with jaxckpt.restore. To start over, use an empty directory."
         )
+
+    def _first_whole(
+        self, listed: Callable[[], Iterable[tuple[int, Sequence[Root]]]]
+    ) -> int | None:
+        """Returns the first complete step; lists them again if a job has deleted all meanwhile."""
+        before: list[int] | None = None
+        for _ in range(LISTINGS):
+            seen: list[int] = []
+            for step, roots in listed():
+                if any(root.index.is_whole(step) for root in roots):
+                    return step
+                seen.append(step)
+            if seen in ([], before):
+                break
+            before = seen
+        return None
+
+    def newest(self) -> int | None:
+        """Returns the newest complete step."""
+        if len(self.roots) == 1:
+            index = self.roots[0].index
+            return self._first_whole(lambda: ((n, self.roots) for n in index.newest_first()))
+        copies = self.newest_first
+        return self._first_whole(lambda: ((one.step, [self.roots[one.root]]) for one in copies()))
+
+    def best(self) -> int | None:
+        """Returns the complete step that the policy ranks first."""
+        return self._first_whole(lambda: ((info.step, self.roots) for info in self.ranked()))
 
     def listed(self) -> dict[int, list[int]]:
         """Returns the committed steps, in order, and which roots have each."""

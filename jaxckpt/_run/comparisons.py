@@ -16,7 +16,7 @@ from jaxckpt.multihost import Processes
 
 @final
 class Comparisons:
-    """When the replicas of a run are compared: see `SavePolicy.check_replicas`."""
+    """Decides when the replicas of a run are compared: see `SavePolicy.check_replicas`."""
 
     def __init__(
         self, index: StepIndex, processes: Processes, policy: SavePolicy, main: str

@@ -1,4 +1,4 @@
-"""What earlier jobs left in a run: unfinished saves and deletions, and small files."""
+"""Finds and removes what earlier jobs left: unfinished saves and deletions, and small files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from jaxckpt._run.config import (
     suggest,
 )
 from jaxckpt._run.facts import run_metadata
-from jaxckpt._run.index import LISTINGS, StepIndex
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import watch
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
@@ -55,7 +55,6 @@ from jaxckpt.multihost import Group, current, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _Reading = StateReading | ItemsReading
-_Listed = tuple[int, Sequence[Root]]  # a step, and where it is
 _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 
@@ -530,24 +529,7 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """Returns the newest step that is complete, or None."""
         self._begin_call()
-        if self._tiers is None:
-            return self._first_whole(lambda: ((n, self._roots) for n in self._index.newest_first()))
-        copies = self._resume.candidates.newest_first
-        return self._first_whole(lambda: ((one.step, [self._roots[one.root]]) for one in copies()))
-
-    def _first_whole(self, listed: Callable[[], Iterator[_Listed]]) -> int | None:
-        """Returns the first complete step; lists them again if a job has deleted all meanwhile."""
-        before: list[int] | None = None
-        for _ in range(LISTINGS):
-            seen: list[int] = []
-            for step, roots in listed():
-                if any(root.index.is_whole(step) for root in roots):
-                    return step
-                seen.append(step)
-            if seen in ([], before):
-                break
-            before = seen
-        return None
+        return self._resume.candidates.newest()
 
     @property
     def tiers(self) -> dict[str, list[int] | None]:
@@ -564,8 +546,7 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        ranked = self._resume.candidates.ranked
-        return self._first_whole(lambda: ((info.step, self._roots) for info in ranked()))
+        return self._resume.candidates.best()
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none.

@@ -1,4 +1,4 @@
-"""What is asked for one step by its number: to pin it, or to delete one of its items.
+"""Does what is asked for one step by its number: pins it, or deletes one of its items.
 
 The deletion of an item leaves the rest of its step as it is; see `_disk.removal`.
 """

@@ -1,4 +1,4 @@
-"""What is read of a step, from whichever copy is tried: its state, or its items."""
+"""Reads the state or the items of a step, from each copy that a restore tries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process has of one step, and the copies that it makes of it; see `coverage`.
+"""Keeps the copies that this process makes of its part of one step; see `coverage`.
 
 disks      the step on its own disk, also in the roots of other processes there
 entries    chunks and small files: on these disks, or copied from elsewhere, always checked

@@ -19,7 +19,7 @@ from jaxckpt.multihost import Processes
 
 @dataclass(slots=True)
 class Given:
-    """What one call of `save` is given, and its copies on the host."""
+    """Holds the arguments of one call of `save`, and their copies on the host."""
 
     step: int
     state: object
@@ -39,7 +39,7 @@ class Given:
 @final
 @dataclass(slots=True)
 class Taking:
-    """How a manager takes what it is given, whatever the step."""
+    """Copies the arguments of each call of `save`."""
 
     roots: Sequence[Root]  # where steps are saved, the nearest first
     processes: Processes

@@ -28,7 +28,7 @@ _NOTABLE: Final = 0.001  # a gain in goodput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """How the time of one start was spent, as far as the ledger shows. Times are in seconds."""
+    """Sums up the time of one start, as far as the ledger shows. Times are in seconds."""
 
     start: Start
     end: str  # why it ended
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """How the time of a run was spent, as far as its ledger shows. Times are in seconds."""
+    """Sums up the time of a run, as far as its ledger shows. Times are in seconds."""
 
     parts: Sequence[Part]  # in order
     wall_s: float

@@ -173,7 +173,7 @@ class Storage(Protocol):
 
 
 class WithoutDirectories:
-    """What an object store answers to the verbs of directories, names and links."""
+    """Answers the verbs of directories, names and links as an object store does."""
 
     atomic_rename = hard_links = False
     server_copies = True
