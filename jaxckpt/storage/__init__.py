@@ -5,12 +5,13 @@ TensorStore is imported only with `jaxckpt.storage._arrays`.
 
     _protocol     what a place for checkpoints can do, and a path in it
     _local        files, in the order write, fsync, rename, fsync
+    _flock        locks of files
     _limit        calls to file systems that may hang
     _mounts       which file system a path is on
     _memory       a store that behaves like an object store
     _object       `az://`, `gs://` and `s3://`
     _requests     deadlines, tries and second requests
-    _locks        locks there, which are leases
+    _locks        locks in stores, which are leases
     _settings     how to reach a bucket, for both clients
     _credentials  where its credentials come from
     _ahead        a checkpoint read in few round trips

@@ -20,17 +20,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import io
 import os
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.storage import _flock
+from jaxckpt.storage._flock import UNSUPPORTED
 from jaxckpt.storage._limit import here
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
@@ -39,7 +40,6 @@ _MOST_BUFFERS = 1024  # per system call
 _SYNCED_BYTES = 64 << 20  # sync after so many bytes, where a file system may hang
 _HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
 _HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
-_LOCK_TRIES = 1000
 _OTHER = Entry("other", 0)
 _LOCKS = " jaxckpt locks the file of this name; remove what is there."
 _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
@@ -275,7 +275,7 @@ class LocalStorage:
         if kind is not None:
             with _about(path):
                 if not self.atomic_rename:
-                    _close_locks(path)
+                    _flock.release_below(path)
                 _delete(path, path, is_dir=kind == "dir")
                 _sync_parents(path)
 
@@ -298,27 +298,8 @@ class LocalStorage:
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         if new:
             return hold_new(self, path, data or b"")
-        for _ in range(_LOCK_TRIES):  # a lock on a file that its holder has deleted excludes nobody
-            with _about(path), contextlib.ExitStack() as stack:
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                with contextlib.suppress(FileNotFoundError):
-                    _check_regular(os.lstat(path), path, _LOCKS)  # opening a device can do things
-                fd = os.open(path, flags, 0o666)
-                stack.callback(os.close, fd)
-                _check_regular(os.fstat(fd), path, _LOCKS)
-                if not _try_lock(fd):
-                    return None
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                        if data is not None:  # in place, since this inode is locked
-                            os.pwrite(fd, data, 0)  # first: it may take no room on a full disk
-                            os.ftruncate(fd, len(data))
-                        stack.pop_all()
-                        _held.add(hold := _LocalHold(fd, path))
-                        return hold
-        raise OSError(
-            errno.EBUSY, f"its file was replaced {_LOCK_TRIES} times while it was locked", path
-        )
+        with _about(path):
+            return _flock.lock(path, data, partial(_check_regular, hint=_LOCKS))
 
 
 def _is_dir(path: str) -> bool:
@@ -326,55 +307,6 @@ def _is_dir(path: str) -> bool:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-# Locks
-
-# A forked child (a data-loading worker) inherits the descriptors and their locks, which would then
-# outlive the process that took them. So the child closes them; closing does not unlock.
-_held: set[_LocalHold] = set()
-
-
-def _forget_holds_in_child() -> None:
-    for hold in list(_held):
-        hold.release()
-
-
-os.register_at_fork(after_in_child=_forget_holds_in_child)
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _LocalHold(Hold):
-    fd: int | None
-    path: str
-
-    def release(self) -> None:
-        fd, self.fd = self.fd, None
-        if fd is not None:
-            _held.discard(self)
-            os.close(fd)
-
-
-def _close_locks(path: str) -> None:
-    """Releases what this process holds at `path` or below, because FUSE keeps an open file."""
-    for hold in list(_held):
-        if f"{hold.path}/".startswith(f"{path}/"):
-            hold.release()
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
-            raise
-        raise io.UnsupportedOperation(
-            error.errno, f"this file system has no file locks ({error.strerror})"
-        ) from error
-    return True
 
 
 # Files
@@ -444,7 +376,7 @@ def _give_new_name(temporary: str, path: str) -> bool:
         # Over NFS the reply to a successful link can be lost, and the retry finds the file.
         return os.lstat(temporary).st_nlink == 2
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
+        if error.errno not in (errno.EPERM, errno.EMLINK, *UNSUPPORTED):
             raise
         return _replace_empty(temporary, path)
     return True
@@ -552,7 +484,7 @@ def _sync(path: str, flags: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if flags != os.O_DIRECTORY or error.errno not in _UNSUPPORTED:
+        if flags != os.O_DIRECTORY or error.errno not in UNSUPPORTED:
             raise  # else a network file system that cannot sync a directory
     finally:
         os.close(fd)
@@ -562,8 +494,7 @@ def _sync(path: str, flags: int) -> None:
 
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EXDEV, *_UNSUPPORTED)
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EXDEV, *UNSUPPORTED)
 _LIBC_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
@@ -577,7 +508,7 @@ def _renameat2(src: str, dst: str, flags: int) -> bool:
         raise ValueError("embedded null byte")  # C would cut the name there
     while _LIBC_RENAMEAT2(at_fdcwd, src_bytes, at_fdcwd, dst_bytes, flags):
         code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
+        if code in UNSUPPORTED:
             return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
