@@ -23,7 +23,7 @@ from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file, listing, to
 _OURS = (names.RECORD, names.WRITER)
 _COMMITTED = "committed"  # in the file of a writer, while that is removed
 _TAKEN: Final = "taken by "  # begins that file while another finishes or removes what is there
-_DECIDES_S: Final = 10.0  # for how long a writer waits for that
+_DECIDES_S: Final = 10.0  # the longest wait for that decision
 _FIRST_PAUSE_S: Final = 0.02
 
 
@@ -186,7 +186,7 @@ class MarkerCommit(Attempts):
         """Returns whether the next writer found an attempt committed; takes it back if not.
 
         The next writer then removed no more than the writer's file, which goes last elsewhere.
-        While it has the directory, whether it found the marker is not known: it shows that soon.
+        While the next writer holds the directory, it decides; this writer waits for the result.
         """
         files = (names.COMMIT_MARKER, names.WRITER, names.RECORD)
         end_s, pause_s = time.monotonic() + _DECIDES_S, _FIRST_PAUSE_S
