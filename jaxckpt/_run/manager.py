@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from numbers import Real
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, final
 
@@ -22,7 +23,7 @@ from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import as_step, check_names, check_type, explained, zstd_level
 from jaxckpt._core.text import nearest, shown
-from jaxckpt._disk.find import find
+from jaxckpt._disk.find import read_step
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.by_hand import ByHand
@@ -579,8 +580,8 @@ class CheckpointManager:
         """Returns the `custom_metadata` given to `save`."""
         self._begin_call()
         index = self._index_of(step := as_step("custom_metadata", step))
-        found = find(index.storage, index.path(step))
-        return dict(found.metadata.custom_metadata or {})
+        read = attrgetter("metadata.custom_metadata")
+        return dict(read_step(index.storage, index.path(step), read) or {})
 
     @property
     def run_metadata(self) -> dict[str, Any]:

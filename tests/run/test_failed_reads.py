@@ -22,7 +22,7 @@ from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import steps_on_disk
 from jaxckpt.cli._owned import owned
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
 from jaxckpt.testing import WatchedStorage
@@ -181,6 +181,21 @@ def test_a_damaged_record_has_no_metrics_to_tell(tmp_path):
         with pytest.raises(CorruptCheckpoint):
             manager.metrics(1)
         assert manager.best_step() == 2
+
+
+def test_the_metadata_of_a_step_that_is_deleted_at_that_moment(tmp_path):
+    def delete(verb, path):
+        if verb == "read" and path.endswith(f"/2/{names.RECORD}"):
+            shutil.rmtree(tmp_path / "2", ignore_errors=True)
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=5)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), custom_metadata={"lr": step})
+    place = PathIn(WatchedStorage(LocalStorage(), delete), str(tmp_path))
+    with CheckpointManager(place, mode="r") as reader:
+        assert reader.custom_metadata(1) == {"lr": 1}
+        with pytest.raises(CheckpointNotFound, match="no such file or directory"):
+            reader.custom_metadata(2)
 
 
 def unmount(root):
