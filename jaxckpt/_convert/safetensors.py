@@ -285,10 +285,10 @@ def import_safetensors(
     """Makes a checkpoint of a safetensors file, or of the files in an index.
 
     Dots in the names of tensors make nested dicts: `model.layers.0.weight` becomes the leaf
-    `model/layers/0/weight`. Leaves are numpy arrays, which `restore` can place with a `like`. The
-    metadata of the files becomes custom metadata. All headers (sizes, offsets, names, dtypes) are
-    checked before anything is allocated or written. About 300 MiB of host memory suffice for any
-    size. In a job of several processes, one process calls it.
+    `model/layers/0/weight`. After the name of another tensor, as in `w` and `w.scale`, they do not.
+    Leaves are numpy arrays, which `restore` can place with a `like`. The metadata of the files
+    becomes custom metadata. All headers are checked before anything is allocated or written. About
+    300 MiB of host memory suffice for any size. One process of a job calls it.
 
     Args:
         path: `*.safetensors`, or `*.safetensors.index.json` with its files beside it.
@@ -300,7 +300,7 @@ def import_safetensors(
         CheckpointNotFound: the file does not exist.
         CorruptCheckpoint: a file is malformed or truncated.
         UnsupportedFormat: a tensor has a dtype that jax lacks.
-        UnsupportedLeaf: the names do not make a tree: a tensor `a` and a tensor `a.b`.
+        UnsupportedLeaf: a name is nested deeper than a checkpoint can be, or contains NUL.
         StepExists, SaveFailed: as for `convert`.
 
     Example:

@@ -107,7 +107,8 @@ def _add_database(found: Found, item: str, spans: dict[str, list[_Span]]) -> boo
         place = places[key]
         wanted = sums[units].tolist() if sums.size else [None] * len(units)
         if isinstance(place, bytes):
-            _check_span(path, place, wanted[0], key)
+            body, stored = place[:-CRC_BYTES], int.from_bytes(place[-CRC_BYTES:], "little")
+            _compare(path, checksum(body), stored, wanted[0], key)
         elif array.inner_shape is None:
             add(place, wanted[0], key)
         else:
@@ -123,11 +124,6 @@ def _inner(found: Found, path: str, array: StoredArray, place: Place) -> list[Pl
         return inner_places(found.storage, path, array, place)
     except (ValueError, EOFError) as error:
         raise damaged(f"{path}/{place.file}", str(error)) from error
-
-
-def _check_span(file: str, data: bytes, wanted: int | None, key: str) -> None:
-    body, stored = data[:-CRC_BYTES], int.from_bytes(data[-CRC_BYTES:], "little")
-    _compare(file, checksum(body), stored, wanted, key)
 
 
 def _compare(file: str, found: int, stored: int, wanted: int | None, key: str) -> None:

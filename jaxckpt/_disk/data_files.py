@@ -175,16 +175,16 @@ class DataFiles:
             # TensorStore that begin now, to compress, would be slow for ever.
             initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
-            under_way = [pool.submit(self._write_one, file) for file in files]
+            write, folder = self._storage.write, self._folder
+            under_way = [
+                pool.submit(write, f"{folder}/{file.name}", self._counted(file)) for file in files
+            ]
             try:
                 for one in under_way:
                     one.result()
             finally:
                 pool.shutdown(cancel_futures=True)
         self._sizes |= {file.name: file.size for file in files}
-
-    def _write_one(self, file: _DataFile) -> None:
-        self._storage.write(f"{self._folder}/{file.name}", self._counted(file))
 
     def _counted(self, file: _DataFile) -> Iterator[Any]:
         for part in self._bytes_of(file):

@@ -213,8 +213,7 @@ def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
     replacement = beside(path, names.replacement(posixpath.basename(path)))
     paths = [path, posixpath.dirname(path), replacement]
     if names.RECORD not in inside:
-        entries = inside
-        paths += [f"{path}/{name}" for name in _steps(entries)[:1]]
+        paths += [f"{path}/{name}" for name in _steps(inside)[:1]]
     return (*paths, *(_record_digest(storage, one) for one in paths))
 
 
@@ -249,10 +248,9 @@ def find(storage: Storage, path: str) -> Found:
 
 def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     kind = storage.kind(path)
-    if kind == "file" and linked.endswith(safetensors.SUFFIXES):
-        # Not the target of the link: its name may not show the format.
-        return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
     if kind == "file":
+        # The name of the target of a link may not show the format.
+        path = linked if linked.endswith(safetensors.SUFFIXES) else path
         return Found(storage=storage, path=path, items={"": path}, is_file=True)
     if kind is None:
         near = neighbours(storage, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import posixpath
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -22,7 +22,7 @@ from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, Un
 from jaxckpt.format import jsontext, safetensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
-from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree, check_grid
+from jaxckpt.format.tree import NAMED, Leaf, Path, StoredArray, Tree, check_grid
 from jaxckpt.storage import Storage, real
 
 # A part is read in pieces of at most this size, and never in shorter runs than this.
@@ -91,7 +91,7 @@ def read_item(found: Found, name: str) -> Item:
     """Reads the headers of a file or of an index; dots in names make nested dicts."""
     headers = read_headers(found.storage, found.items[name])
     tensors = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
-    leaves = tuple(_leaf(*placed) for placed in tensors.values())
+    leaves = tuple(_leaf(*placed, path_of(name, tensors)) for name, placed in tensors.items())
     said = {key: text for header in headers.values() for key, text in header.metadata.items()}
     return Item(
         found=found,
@@ -106,9 +106,17 @@ def read_item(found: Found, name: str) -> Item:
     )
 
 
-def _leaf(file: str, tensor: Tensor) -> Leaf:
+def path_of(name: str, names: Container[str]) -> Path:
+    """Splits a name at its dots, up to the name of another tensor: `w` and `w.scale` are leaves."""
+    parts = name.split(".")
+    ends = (n for n in range(1, len(parts)) if ".".join(parts[:n]) in names)
+    last = next(ends, len(parts)) - 1
+    return *parts[:last], ".".join(parts[last:])
+
+
+def _leaf(file: str, tensor: Tensor, path: Path) -> Leaf:
     """Returns the leaf of a tensor, with chunks that bound the memory of reading it in parts."""
-    path, shape, dtype = tuple(tensor.name.split(".")), tensor.shape, tensor.dtype
+    shape, dtype = tensor.shape, tensor.dtype
     chunk_shape = run_shape(shape, dtype_of(dtype).itemsize)
     stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=chunk_shape)
     check_grid(stored, where=tensor.name, file=file)

@@ -311,9 +311,8 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
 
 def has_begun(storage: Storage, path: str, token: str) -> bool:
     """Returns whether process 0 has begun the attempt with this token, and did not commit yet."""
-    return (
-        read_small(storage, f"{commit_of(storage, path).work(token).path}/{names.WRITER}") == token
-    )
+    writer = f"{commit_of(storage, path).work(token).path}/{names.WRITER}"
+    return read_small(storage, writer) == token
 
 
 def _delete_first(protocol: Commit, foreign: list[str], fence: Fence) -> None:
@@ -359,11 +358,10 @@ def refuse_inside(storage: Storage, folder: str, look: Callable[[], T] = lambda:
 
 
 def _is_there(storage: Storage, file: str) -> bool:
-    try:
+    with contextlib.suppress(OSError):  # access may be limited to what lies below
         storage.size(file)
-    except OSError:  # access may be limited to what lies below
-        return False
-    return True
+        return True
+    return False
 
 
 def _lies_in(path: str, checkpoint: str) -> StepExists:

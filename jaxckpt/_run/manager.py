@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from numbers import Real
-from operator import attrgetter
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, final
 
@@ -580,8 +579,8 @@ class CheckpointManager:
         """Returns the `custom_metadata` given to `save`."""
         self._begin_call()
         index = self._index_of(step := as_step("custom_metadata", step))
-        read = attrgetter("metadata.custom_metadata")
-        return dict(read_step(index.storage, index.path(step), read) or {})
+        found = read_step(index.storage, index.path(step), lambda found: found)
+        return dict(found.metadata.custom_metadata or {})
 
     @property
     def run_metadata(self) -> dict[str, Any]:

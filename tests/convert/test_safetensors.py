@@ -44,6 +44,7 @@ from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.box import Box
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.tensors import path_of
 from jaxckpt.errors import StoreError
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
@@ -756,16 +757,40 @@ def test_a_mutated_file_is_refused_or_is_another_good_one(tmp_path, edits, cut):
         return
     for name, values in theirs.items():
         node = got
-        for key in name.split("."):
+        for key in path_of(name, theirs):
             node = node[key]
         assert node.tobytes() == values.tobytes()
+
+
+def test_a_tensor_may_have_the_name_of_a_module(tmp_path):
+    """As the weights and scales of quantized models; no name changes on the way there and back."""
+    names = ["net.w", "net.w.absmax", "net.w.map.code", "net.b.c", "net", "other.x"]
+    tensors = {name: np.full(i + 1, i, np.float32) for i, name in enumerate(names)}
+    first = {"net": tensors.pop("net")}
+    file = tmp_path / "quantized.safetensors"
+    safetensors.numpy.save_file(tensors, file)
+
+    got = jaxckpt.restore(file)
+    assert got["net"].keys() == {"w", "w.absmax", "w.map.code", "b"}
+    assert same(got["net"]["b"]["c"], tensors["net.b.c"])
+    assert same(
+        jaxckpt.restore(file, only="net/w.absmax"), {"net": {"w.absmax": tensors["net.w.absmax"]}}
+    )
+    jaxckpt.import_safetensors(file, tmp_path / "ours")
+    back = jaxckpt.export_safetensors(tmp_path / "ours", tmp_path / "back.safetensors")
+    assert same(safetensors.numpy.load_file(back), tensors)
+
+    safetensors.numpy.save_file(tensors | first, file)
+    assert same(
+        jaxckpt.restore(file),
+        {"other": {"x": tensors["other.x"]}}
+        | {name: value for name, value in (tensors | first).items() if name != "other.x"},
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["a", "a.b"], "cannot both be leaves"),
-        (["a.b.c.d", "a.b"], "cannot both be leaves"),
         ([".".join("a" * 200)], "nested deeper"),
         (["a\0"], "NUL"),
     ],
