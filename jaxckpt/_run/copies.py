@@ -82,6 +82,14 @@ class Saved(NamedTuple):
         """Returns the start that saved it."""
         return self.starts[-1][0] if self.starts else None
 
+    def is_first(self, token: str) -> bool:
+        """Returns whether a save with this token is the first of its run, which gives its name."""
+        return (
+            len(self.starts) == 1
+            and self.starts[0][1] is None
+            and token.startswith(self.starts[0][0])
+        )
+
     def led_to(self, later: Saved) -> bool:
         """Returns whether the run got to `later` by way of this step, as far as is recorded.
 

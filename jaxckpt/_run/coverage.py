@@ -37,7 +37,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import Root
 from jaxckpt._run.scratch import FAILURES, Scratch
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CorruptCheckpoint, is_io_failure
 from jaxckpt.multihost import Json, Processes, meet
 
 _MOST_TOLD: Final = 8  # processes in a message
@@ -62,6 +62,7 @@ class Coverage:
     _lacks: set[Wanted] = field(default_factory=set)
     _asked: set[Wanted] = field(default_factory=set)  # elsewhere
     _who: str = ""  # the processes without the step
+    is_first: bool = False  # whether it is of the first save of its run, and was never committed
 
     def __enter__(self) -> Coverage:
         part = self.processes.index, self.processes.count
@@ -85,8 +86,8 @@ class Coverage:
                 disks = mine.open(roots, failed=self.peers.leave)
             saves = [[disk.found.origin, _life(self.step, disk)] for disk in disks]
             own = saves[0][0] if mine.has_own else None
-            told: Any = [socket.gethostname(), own, saves, self._lives()]
-            first, self._who, why, save = self._gather("disks", told, _first)
+            told: Any = [socket.gethostname(), own, saves, self._lives(), self._has_saved()]
+            first, self._who, why, save, self.is_first = self._gather("disks", told, _first)
             if why is not None:
                 return self._unusable(why)
             if first is not None:
@@ -104,11 +105,20 @@ class Coverage:
         assert outline is not None
         return self._together("introduced", partial(mine.make_first, outline))
 
-    def _lives(self) -> list[Saved]:
-        """Returns how the run got to the newest steps, as far as is readable."""
+    def _has_saved(self) -> bool:
+        """Returns whether the run has a committed save, as far as process 0 knows."""
+        starts = self.directory.ledger.starts if self.processes.index == 0 else ()
+        return any(one.saved is not None for one in starts)
+
+    def _lives(self) -> list[Saved] | None:
+        """Returns how the run got to the newest steps; None if they cannot be read now."""
         lives = []
-        with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
+        try:
             lives += [saved_at(self.share, number) for number in self.share.steps()[-1:]]
+        except FAILURES as error:  # of a damaged record nothing is known
+            if is_io_failure(error):
+                self.scratch.note(self.share, error)
+                return None
         if self.peers and self.processes.index == 0:  # their steps were not compared with these
             with contextlib.suppress(*FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
@@ -151,6 +161,20 @@ class Coverage:
         more = f", such as {missing[0][1]!r}," if len(missing) > 1 else f" {missing[0][1]!r}"
         are = "are" if len(missing) > 1 else "is"
         return self._unusable(f"{counted(len(missing), 'chunk')}{more} {are} on no disk")
+
+    def failure(self, problem: str) -> Exception | None:
+        """Returns an error in all processes if a disk that may have what is missing failed in one.
+
+        Args:
+            problem: Why the step cannot be used.
+        """
+        own = self.scratch.failed
+        met = meet(self.processes, self._named("failed"), None, own, timeout_s=self.timeout_s)
+        try:
+            met.check(own, problem)
+        except Exception as error:  # raised if no other copy of the step is whole
+            return error
+        return None
 
     def said(self) -> str:
         """Returns what came from other disks."""
@@ -263,6 +287,8 @@ class Coverage:
 
     def _meet(self, name: str, problem: Exception | None) -> str | None:
         """Returns what failed in any process, alike in all."""
+        if problem is not None:
+            self.scratch.note(self.share, problem)
         met = meet(self.processes, self._named(name), None, problem, timeout_s=self.timeout_s)
         told = "; ".join(f"process {i}: {text}" for i, text in met.problems.items())
         return self._unusable(told) if met.failed else None
@@ -285,20 +311,22 @@ def _life(step: int, disk: Disk) -> Saved:
 def _first(given: list[Any]) -> Json:
     """Returns who has a step first, which processes lack it, why it is of no use, and its save.
 
-    A save from which the run went on elsewhere does not count.
+    A save from which the run went on elsewhere does not count. The last value is whether the step
+    can only be of a first save that was never committed.
 
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
-            the saves in all places that it sees with how the run got there, and how it got to the
-            newest steps.
+            the saves in all places that it sees with how the run got there, how it got to the
+            newest steps, and whether it knows of a committed save.
     """
-    seen = {save: _saved(life) for _, _, some, _ in given for save, life in some}
-    newest = latest([*seen.values(), *(_saved(life) for *_, lives in given for life in lives)])
+    seen = {save: _saved(life) for _, _, some, *_ in given for save, life in some}
+    lives = [life for *_, some, _ in given for life in some or ()]
+    newest = latest([*seen.values(), *map(_saved, lives)])
     left = {save for save, life in seen.items() if newest and _is_left(life, newest)}
     # What other places have counts if no disk has the step.
     of = {own for _, own, *_ in given} - {None, *left} or {*seen} - {None, *left}
     save = of.pop() if len(of) == 1 else None
-    saves = [[one for one, _ in some] for _, _, some, _ in given]
+    saves = [[one for one, _ in some] for _, _, some, *_ in given]
     first = next((i for i, some in enumerate(saves) if save in some), None)
     lacking = {i: one[0] for i, one in enumerate(given) if save not in saves[i]}
     why = None
@@ -306,7 +334,11 @@ def _first(given: list[Any]) -> Json:
         why = "the disks have it from different saves"
         if left == {*seen}:
             why = "the run went on without it on another disk"
-    return [first, _told(lacking, "its part"), why, save]
+    if any(some is None for *_, some, _ in given):
+        why = "the newest step on a disk cannot be read"
+    is_first = all(one.is_first(save) for save, one in seen.items()) and bool(seen)
+    is_first = is_first and not any(has_saved for *_, has_saved in given)
+    return [first, _told(lacking, "its part"), why, save, is_first]
 
 
 def _saved(life: Any) -> Saved:  # from JSON

@@ -7,7 +7,7 @@ entry      a chunk, or a file of one process, with the checksums to record of it
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -30,6 +30,8 @@ from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
 from jaxckpt.format.tree import Leaf
 from jaxckpt.storage import Storage
 from jaxckpt.storage._values import read_place
+
+_Failed = Callable[[LeafRead, Exception], object]
 
 
 class Entry(NamedTuple):
@@ -124,18 +126,21 @@ class Disk:
                 self.items[name] = open_tree(found, name)
         self.outline = encode_outline(found, self.items)
 
-    def entries(self, wanted: AbstractSet[Wanted], budget_bytes: int) -> dict[Wanted, Entry]:
+    def entries(
+        self, wanted: AbstractSet[Wanted], budget_bytes: int, failed: _Failed = lambda *_: None
+    ) -> dict[Wanted, Entry]:
         """Returns those of some chunks and files that are here and good.
 
         Args:
             budget_bytes: For checking them; 0 if their checksums are not asked for.
+            failed: Called with the error of each chunk that is not good.
         """
         found: dict[Wanted, Entry] = {}
         for name, item in self.items.items():
             there = keys_here(item)
             chunks = dict(_chunks(item, {k for one, k in wanted if one == name and k in there}))
             sums = np.frombuffer(self.found.read(item.path, names.CHUNK_SUMS), "<u4")
-            for key in _good(item, chunks, budget_bytes) if budget_bytes else chunks:
+            for key in _good(item, chunks, budget_bytes, failed) if budget_bytes else chunks:
                 units = chunks[key].units
                 found[name, key] = Entry(item.path, there[key], units, sums[units].tolist())
         recorded = self.found.recorded(self.found.path)
@@ -169,15 +174,21 @@ def _chunks(item: Item, keys: AbstractSet[str]) -> Iterator[tuple[str, _Chunk]]:
                 yield key, _Chunk(leaf, box, units)
 
 
-def _good(item: Item, chunks: Mapping[str, _Chunk], budget_bytes: int) -> list[str]:
+def _good(
+    item: Item, chunks: Mapping[str, _Chunk], budget_bytes: int, failed: _Failed
+) -> list[str]:
     """Reads some chunks; returns the keys of those that are as they were written."""
     reads, bad = {}, set[int]()
+
+    def note(read: LeafRead, error: Exception) -> None:
+        bad.add(id(read))
+        failed(read, error)
+
     for key, (leaf, box, _) in chunks.items():
         # A leaf of its own for each: the first error of a leaf counts for all its reads.
         dtype = dtype_of(leaf.array.dtype)
         reads[key] = LeafRead(leaf=replace(leaf), boxes=(box,), dtype=dtype)
     given = [*reads.values()]
-    failed = lambda read, _: bad.add(id(read))  # noqa: E731
-    for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=failed):
+    for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=note):
         pass
     return [key for key, read in reads.items() if id(read) not in bad]

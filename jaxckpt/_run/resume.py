@@ -99,14 +99,11 @@ class Resume:
         copies = self.candidates.of(wanted) if copies is None else copies
         fallback = fallback and isinstance(wanted, str)
         if not copies:
-            index = self.roots[-1].index
-            raise CheckpointNotFound(
-                f"{index.root} {index.emptiness()}, so there is none to restore. Is it "
-                "the right directory? A new run starts with restore_or(init)."
-            )
-        damaged: list[_Attempt] = []
+            what = f"{self._name} {self.roots[-1].index.emptiness()}. Is it the right directory?"
+            raise CheckpointNotFound(f"{what} A new run starts with restore_or(init).")
+        damaged, failure = list[_Attempt](), None
         for copy in copies:
-            if damaged and not fallback and copy.step != copies[0].step:
+            if damaged and copy.step != damaged[-1].copy.step and (failure or not fallback):
                 break
             try_ = self._try_united if copy.is_united else self._try
             read = partial(try_, copy, reading, avoids_marked=fallback and avoids_marked)
@@ -123,7 +120,10 @@ class Resume:
             if copy.is_united:  # it says what each disk lacks, too
                 damaged = [one for one in damaged if one.is_corrupt or one.copy.step != copy.step]
             damaged.append(attempt)
+            failure = failure or attempt.failure
             self.on_damage()
+        if failure is not None:
+            raise failure
         if any(attempt.is_marked for attempt in damaged):
             return self.first_whole(
                 wanted, reading, fallback=fallback, copies=copies, again=False, avoids_marked=False
@@ -132,8 +132,8 @@ class Resume:
         if is_gone and again and (now := self.candidates.of(wanted)) != copies:
             found = self.first_whole(wanted, reading, fallback=fallback, copies=now, again=False)
             return copies[0].step, *found[1:]
-        if all(copy.is_united for copy in copies):
-            raise NeverWhole("; ".join(str(one.problem) for one in damaged[:10]))
+        if len(copies) == 1 and damaged[0].is_first:
+            raise NeverWhole(damaged[0].problem)
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(
@@ -236,8 +236,14 @@ class Resume:
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
             else:
-                lost, is_mine = CheckpointNotFound(problem), error is not None
-                return _Attempt(copy=copy, problem=problem, error=lost, is_mine=is_mine)
+                return _Attempt(
+                    copy=copy,
+                    problem=problem,
+                    error=CheckpointNotFound(problem),
+                    is_mine=error is not None,
+                    is_first=disks.is_first,
+                    failure=disks.failure(problem),
+                )
             if attempt.problem is None:
                 self.report_alike(disks.said())
                 if disks.scratch.is_damaged:
@@ -293,3 +299,5 @@ class _Attempt:
     is_marked: bool = False  # whether it is only marked, alike in every process
     error: Exception | None = None  # for this process to raise
     is_mine: bool = False  # whether this process found the damage
+    is_first: bool = False  # whether it is of a first save that was never committed
+    failure: Exception | None = None  # if a disk failed in any process: no older step is restored

@@ -10,7 +10,6 @@ removes it.
 
 from __future__ import annotations
 
-import contextlib
 import posixpath
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from jaxckpt._disk.places import Table, unite
 from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._run.disks import Disk, Entry, Outline, decode_outline, read_entry
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CheckpointError
+from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place
 from jaxckpt.storage import together
@@ -53,6 +52,7 @@ class Scratch:
     disks: list[Disk] = field(default_factory=list)  # its own, other shares there, copies
     index: StepIndex = field(init=False)  # where this process reads the step
     come: dict[Wanted, Entry] = field(default_factory=dict)  # checked, from elsewhere
+    failed: Exception | None = None  # the first I/O error here: this disk may have what is missing
     _outline: Outline = field(init=False)
     _name: str = field(init=False)  # of the step
     _folder: str = field(init=False)  # with the copies
@@ -73,6 +73,11 @@ class Scratch:
         except OSError as error:
             self.share.warn(f"{self._folder} cannot be removed now: {error}")
 
+    def note(self, _: object, error: Exception) -> None:
+        """Remembers an I/O error; other errors only show what this disk lacks."""
+        if is_io_failure(error):
+            self.failed = self.failed or error
+
     def look(self) -> None:
         """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
         self.disks = self.open([self.share])
@@ -81,16 +86,18 @@ class Scratch:
             self.is_damaged = not self.has_own and self.step in self.share.steps()
             for disk in self.disks:
                 check_sizes(disk.found)
-        except FAILURES:
+        except FAILURES as error:
+            self.note(self.share, error)
             self.is_damaged = True
         self.disks += self.open(self.here)
 
     def open(
         self,
         roots: Iterable[StepIndex],
-        failed: Callable[[StepIndex, Exception], object] = lambda *_: None,
+        failed: Callable[[StepIndex, Exception], object] | None = None,
     ) -> list[Disk]:
         """Returns the step in those roots that have it whole enough to read."""
+        failed = failed or self.note
         disks = []
         for index in roots:
             try:
@@ -112,8 +119,10 @@ class Scratch:
         """
         found = {one: self.come[one] for one in wanted & self.come.keys()}
         for disk in self.disks:
-            with contextlib.suppress(*FAILURES):  # other disks may have them
-                found |= disk.entries(wanted - found.keys(), budget_bytes)
+            try:
+                found |= disk.entries(wanted - found.keys(), budget_bytes, self.note)
+            except FAILURES as error:  # other disks may have them
+                self.note(disk, error)
         return found
 
     def fetch(
@@ -132,7 +141,7 @@ class Scratch:
             came |= self.keep(attempt, some)
         self.commit(attempt, came)
         copied = Disk(find(attempt.storage, attempt.path))
-        good = copied.entries(came.keys(), budget_bytes)
+        good = copied.entries(came.keys(), budget_bytes, self.note)
         for _, key in came.keys() - good.keys():
             self.share.report(f"{index.path(self.step)} is damaged: chunk {key!r}")
         self.come |= good

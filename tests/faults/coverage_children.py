@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 from pathlib import Path
@@ -46,8 +47,12 @@ def check(state, step):
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, step)
 
 
-def opened(root, host, read, peers=(), **options):
-    """A manager of a host; `read` gets the size of what it reads of values in the directory."""
+def opened(root, host, read, peers=(), fault=lambda verb, path: None, **options):
+    """A manager of a host; `read` gets the size of what it reads of values in the directory.
+
+    Args:
+        fault: Called with each verb and path on the disk of the host; it may raise.
+    """
     import jaxckpt
     from jaxckpt.storage import LocalStorage, PathIn
     from jaxckpt.testing import WatchedStorage
@@ -61,7 +66,10 @@ def opened(root, host, read, peers=(), **options):
         PathIn(WatchedStorage(LocalStorage(), before), f"{root}/run"),
         save=jaxckpt.SavePolicy(every_steps=2),
         local=jaxckpt.LocalTier(
-            f"{root}/host{host}/local", save=every, durable_timeout_s=10, peers=peers
+            PathIn(WatchedStorage(LocalStorage(), fault), f"{root}/host{host}/local"),
+            save=every,
+            durable_timeout_s=10,
+            peers=peers,
         ),
         timeout_s=20,
         **options,
@@ -87,6 +95,28 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
             me.reach(f"saved {step}")
         manager.wait_until_finished()
         return {"start": start, "read": before, "problems": manager.problems}
+
+
+def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0):
+    """Restores; returns where it started, or the error.
+
+    Args:
+        faulty: The host on whose disk the first call of `verb` with such a path fails with `code`.
+    """
+    failed = []
+
+    def fault(called, path):
+        if called == verb and part in path and hosts[me.index] == faulty and not failed:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), path)
+
+    try:
+        with opened(root, hosts[me.index], [], fault=fault) as manager:
+            state, start = manager.restore_or(init_of(replicas))
+            check(state, start)
+            return start
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def read_flipped(me, root, hosts, seeds, replicas):

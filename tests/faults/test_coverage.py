@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from typing import Any
 
@@ -71,6 +73,44 @@ def test_a_step_restores_if_every_chunk_is_on_some_disk(trial, zygote, ram_path,
         assert [one["start"] for one in again] == [wanted + 1] * len(hosts)
 
 
+@pytest.mark.parametrize(
+    ("verb", "part", "code"),
+    [
+        ("read", f"{STEPS}/state/_sharding", errno.EIO),
+        ("read_into", f"{STEPS}/state/", errno.EIO),
+        ("make_dir", f"/{STEPS}.orbax-checkpoint-tmp", errno.ENOSPC),
+    ],
+)
+def test_a_disk_that_fails_once_hides_no_step(zygote, ram_path, verb, part, code):
+    """Else the job would go on from an older step, and save over the newest one."""
+    two = {"count": 2, "function": children.resume}
+    run(zygote, ram_path, [0, 1], STEPS, 1, False, count=2)
+
+    for said in run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, **two):
+        assert said == STEPS or (os.strerror(code) in said and "host0" in said)
+    assert run(zygote, ram_path, [0, 1], 1, **two) == [STEPS, STEPS]
+
+
+def test_a_host_that_is_away_does_not_make_the_run_look_new(zygote, ram_path):
+    """Nothing is uploaded yet, but all processes have committed a step."""
+    two = {"count": 2, "function": children.resume}
+    run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
+
+    for said in run(zygote, ram_path, [0, 2], 1, **two):
+        assert said.startswith("CheckpointNotFound")
+        assert "process 1 on" in said
+        assert "lacks its part" in said
+    assert run(zygote, ram_path, [0, 1], 1, **two) == [1, 1]
+
+
+def test_a_first_save_that_one_host_did_not_commit_is_nothing(zygote, ram_path):
+    run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
+    wipe(ram_path, 1)
+    (ram_path / "run" / names.LEDGER).unlink()  # written once both had committed
+
+    assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
+
+
 def test_it_takes_little_memory(zygote, ram_path):
     """The chunks come in several rounds if the budget is small."""
     run(zygote, ram_path, FOUR, STEPS, 2, False)
@@ -107,12 +147,13 @@ def test_a_damaged_record_ends_no_other_process(zygote, ram_path):
 
 def first(*given):
     """Given for each process: the save on its disk, and all that it sees with the run's starts."""
-    return _first(
+    found: Any = _first(
         [
-            [host, own, [[save, [STEPS, starts, ""]] for save, starts in seen.items()], []]
+            [host, own, [[save, [STEPS, starts, ""]] for save, starts in seen.items()], [], False]
             for host, (own, seen) in zip("abc", given, strict=False)
         ]
     )
+    return found[:4]
 
 
 def test_disks_with_different_saves_of_a_step_are_not_put_together():
