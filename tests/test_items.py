@@ -26,7 +26,7 @@ from jaxckpt._run.one_step import delete_item
 from jaxckpt._run.owner import Ownership
 from jaxckpt._save.snapshot import FileItem, Items, take_tree
 from jaxckpt.format import names
-from jaxckpt.storage import locate
+from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage, simulate
 from tests.commandline import cli, said_json
 from tests.strategies import same
@@ -291,15 +291,16 @@ def test_orbax_restores_a_state_by_its_name(tmp_path, tree):
 # --- deleting an item ---------------------------------------------------------------------------
 
 ITEMS = {"ema": {"w": np.arange(70_000.0), "b": np.arange(3)}, "config": {"lr": 0.1}}
-places = pytest.mark.parametrize("where", ["disk", "memory"])
+places = pytest.mark.parametrize("where", ["disk", "mounted", "memory"])
 
 
 def run_at(tmp_path, where, item="state"):
     """Returns a run with one step, and its storage and root."""
-    url = tmp_path / f"run {uuid.uuid4()}" if where == "disk" else f"memory://{uuid.uuid4()}/run"
+    url = f"memory://{uuid.uuid4()}/run" if where == "memory" else tmp_path / f"run {uuid.uuid4()}"
     with CheckpointManager(url, item=item) as manager:
         manager.save(1, {"n": 1, "w": np.ones(70_000)}, items=ITEMS, metrics={"loss": 0.5})
-    return url, *locate(url)
+    storage, root = locate(url)
+    return url, LocalStorage(atomic_rename=False) if where == "mounted" else storage, root
 
 
 def deletion(storage, root):

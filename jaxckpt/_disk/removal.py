@@ -68,7 +68,9 @@ def remove_item(
     left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
     left.pop(names.CHECKPOINT_METADATA, None)
     about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
-    is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    # Not `create`, of which a crash in a mounted bucket leaves a part: the step would look damaged.
+    if is_new := storage.kind(f"{path}/{names.DELETION_RECORD}") is None:
+        storage.write(f"{path}/{names.DELETION_RECORD}", about)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(held)

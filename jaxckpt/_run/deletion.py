@@ -294,12 +294,11 @@ class Deletion:
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:
         """Shows the next owner that a step was being removed."""
-        doomed = self.leases.doomed_file
         with self._lock:
             # Without an owner, since the next one must not delete a step whose copy is not whole.
-            self.index.storage.write(doomed, run.encode(Doomed(steps=[name])))
+            self.leases.doom([name])
             yield
-            self.index.storage.delete(doomed)
+            self.leases.doom([])
 
 
 def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:

@@ -292,7 +292,7 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if request.fence is not None and request.processes.index == 0:
+        if request.fence is not None and request.group.leads:
             with contextlib.suppress(OSError):  # no better explanation
                 try:
                     request.fence()

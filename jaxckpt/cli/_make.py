@@ -12,7 +12,7 @@ import click
 
 from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.errors import CheckpointError, SaveFailed
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.run import is_like_step
 
@@ -183,6 +183,8 @@ def upload(
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
+    if not steps and not source.steps():
+        raise CheckpointNotFound(f"{source.root} {source.emptiness()}: nothing can be uploaded")
     for step in steps:
         source.check_there(step)  # before DST is made
     storage.make_dir(root)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import jax
@@ -196,6 +197,30 @@ def test_the_metadata_of_a_step_that_is_deleted_at_that_moment(tmp_path):
         assert reader.custom_metadata(1) == {"lr": 1}
         with pytest.raises(CheckpointNotFound, match="no such file or directory"):
             reader.custom_metadata(2)
+
+
+def test_readers_see_a_step_after_setting_an_earlier_one_aside_failed():
+    """In a store the failed step stays named in `doomed`, and is saved anew under its number."""
+    is_broken = [False]
+
+    def fail(verb, path):
+        if is_broken[0] and verb.startswith("delete") and path.endswith("/2/_CHECKPOINT_METADATA"):
+            is_broken[0] = False
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    place = PathIn(WatchedStorage(MemoryStorage(), fail), f"/{uuid.uuid4()}")
+    with CheckpointManager(place) as manager:
+        train(manager, (1, 2))
+        data = next(one for one in place.storage.files(f"{place.path}/2") if "/d/" in one)
+        place.storage.write(f"{place.path}/2/{data}", bytes(1000))
+        is_broken[0] = True
+        assert read(manager) == (1, "first")
+        assert not is_broken[0]
+        train(manager, (2,), "second")
+
+        with CheckpointManager(place, mode="r") as reader:
+            assert read(reader) == (2, "second")
+        manager.pin(2)
 
 
 def unmount(root):
