@@ -37,7 +37,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import Root
 from jaxckpt._run.scratch import FAILURES, Scratch
-from jaxckpt.errors import CorruptCheckpoint, is_io_failure
+from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.multihost import Json, Processes, meet
 
 _MOST_TOLD: Final = 8  # processes in a message
@@ -49,6 +49,7 @@ class Coverage:
     """One step on the disks of several hosts, while all processes read it: a context manager."""
 
     share: StepIndex  # the steps on this process's disk
+    is_new: bool  # whether no earlier start of the run used that disk
     directory: Root
     peers: Peers
     step: int
@@ -86,7 +87,8 @@ class Coverage:
                 disks = mine.open(roots, failed=self.peers.leave)
             saves = [[disk.found.origin, _life(self.step, disk)] for disk in disks]
             own = saves[0][0] if mine.has_own else None
-            told: Any = [socket.gethostname(), own, saves, self._lives(), self._has_saved()]
+            told: Any = [socket.gethostname(), own, saves, self._lives()]
+            told += [self.is_new or mine.is_damaged]
             first, self._who, why, save, self.is_first = self._gather("disks", told, _first)
             if why is not None:
                 return self._unusable(why)
@@ -105,20 +107,11 @@ class Coverage:
         assert outline is not None
         return self._together("introduced", partial(mine.make_first, outline))
 
-    def _has_saved(self) -> bool:
-        """Returns whether the run has a committed save, as far as process 0 knows."""
-        starts = self.directory.ledger.starts if self.processes.index == 0 else ()
-        return any(one.saved is not None for one in starts)
-
-    def _lives(self) -> list[Saved] | None:
-        """Returns how the run got to the newest steps; None if they cannot be read now."""
+    def _lives(self) -> list[Saved]:
+        """Returns how the run got to the newest steps, as far as is readable."""
         lives = []
-        try:
+        with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
             lives += [saved_at(self.share, number) for number in self.share.steps()[-1:]]
-        except FAILURES as error:  # of a damaged record nothing is known
-            if is_io_failure(error):
-                self.scratch.note(self.share, error)
-                return None
         if self.peers and self.processes.index == 0:  # their steps were not compared with these
             with contextlib.suppress(*FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
@@ -204,6 +197,9 @@ class Coverage:
                 try:
                     got |= self.scratch.fetch(index, wanted, self.budget_bytes)
                 except FAILURES as error:
+                    if self.scratch.is_here(error):
+                        self.scratch.note(index, error)
+                        break
                     self.peers.leave(index, error)
         told = [len(got), sum(entry.sizes[0] for entry in got.values())]
         came = self._gather("fetched", told, lambda given: [*map(sum, zip(*given, strict=True))])
@@ -317,10 +313,10 @@ def _first(given: list[Any]) -> Json:
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
             the saves in all places that it sees with how the run got there, how it got to the
-            newest steps, and whether it knows of a committed save.
+            newest steps, and whether its disk may lack a part of a committed save.
     """
     seen = {save: _saved(life) for _, _, some, *_ in given for save, life in some}
-    lives = [life for *_, some, _ in given for life in some or ()]
+    lives = [life for *_, some, _ in given for life in some]
     newest = latest([*seen.values(), *map(_saved, lives)])
     left = {save for save, life in seen.items() if newest and _is_left(life, newest)}
     # What other places have counts if no disk has the step.
@@ -334,10 +330,9 @@ def _first(given: list[Any]) -> Json:
         why = "the disks have it from different saves"
         if left == {*seen}:
             why = "the run went on without it on another disk"
-    if any(some is None for *_, some, _ in given):
-        why = "the newest step on a disk cannot be read"
-    is_first = all(one.is_first(save) for save, one in seen.items()) and bool(seen)
-    is_first = is_first and not any(has_saved for *_, has_saved in given)
+    # A disk that took part in the first save, and lacks its part, did not commit it.
+    is_first = bool(seen) and not any(may_lack for *_, may_lack in given)
+    is_first = is_first and all(one.is_first(save) for save, one in seen.items())
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 

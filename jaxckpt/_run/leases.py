@@ -79,7 +79,7 @@ class Leases:
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8), changes=changes)}"
         about, ended = (file, step, CHANGE_S if changes else LEASE_S), threading.Event()
-        written = any(self._has_written(*about) for _ in range(2))
+        written = self._has_written(*about) or self._has_written(*about, needed=changes)
         renewal = threading.Thread(target=self._renew, args=(ended, *about), daemon=True)
         # Called here, or at the end of a program that keeps this generator.
         end = weakref.finalize(ended, self._end, file if written else "", renewal, ended.set)
@@ -110,11 +110,13 @@ class Leases:
         while not ended.wait(length_s / 4):
             self._has_written(file, step, length_s)
 
-    def _has_written(self, file: str, step: str, length_s: float) -> bool:
+    def _has_written(self, file: str, step: str, length_s: float, *, needed: bool = False) -> bool:
         lease = Lease(step=step, expires_ns=time.time_ns() + int(length_s * 1e9))
         try:
             self.index.storage.write(file, run.encode(lease))
         except OSError:
+            if needed:
+                raise
             return False
         return True
 

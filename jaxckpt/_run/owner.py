@@ -74,6 +74,7 @@ class Ownership:
         self._closed = False
         self.leftovers = Leftovers(leases)  # of earlier jobs
         self.is_known = True  # whether the run was listed when the job began
+        self.is_new = True  # whether no earlier job has owned the run, as far as is known
         self._is_sure = True  # that no other job has saved since we took the run over
 
     def open(self, run: str | None = None, spared: int | None = None) -> Listing:
@@ -98,12 +99,12 @@ class Ownership:
             identify = partial(self._identify, entries, run)
             look = self._index.owner if names.OWNER in (entries or ()) else lambda: None
             *_, before = together(storage, [identify, self._lock, look])
+            self.is_new = before is None
             if self._hold is not None:
                 return self.take_over(before, entries or {})
         except IsADirectoryError as error:
             raise IsADirectoryError(
-                f"{error.filename} is a directory, but jaxckpt needs the name for a file; remove "
-                "what is there."
+                f"{error.filename} is a directory, but jaxckpt needs that name for a file; move it."
             ) from error
         except PermissionError as error:
             raise PermissionError(
@@ -168,6 +169,14 @@ class Ownership:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
+
+    def step_back(self) -> None:
+        """Lets the next job find a new root as new as this job did: it may stand for a lost disk.
+
+        The next save takes the root again.
+        """
+        if self.is_new and self.token:
+            self._index.storage.delete(f"{self._index.root}/{names.OWNER}")
 
     def finish_commit(self, step: int) -> None:
         """Removes the writer's file from the newest step, if this job owns the run."""

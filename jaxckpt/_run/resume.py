@@ -219,6 +219,7 @@ class Resume:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
         with Coverage(
             share=self.roots[0].index,
+            is_new=self.roots[0].owner.is_new,
             directory=self.roots[-1],
             peers=self.roots[0].peers,
             step=copy.step,
@@ -236,6 +237,7 @@ class Resume:
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
             else:
+                self.roots[0].owner.step_back()
                 return _Attempt(
                     copy=copy,
                     problem=problem,

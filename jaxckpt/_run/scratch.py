@@ -78,6 +78,10 @@ class Scratch:
         if is_io_failure(error):
             self.failed = self.failed or error
 
+    def is_here(self, error: Exception) -> bool:
+        """Returns whether an error is of the disk of this process."""
+        return isinstance(error, OSError) and str(error.filename).startswith(self.share.root)
+
     def look(self) -> None:
         """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
         self.disks = self.open([self.share])
