@@ -176,7 +176,8 @@ class Ownership:
         The next save takes the root again.
         """
         if self.is_new and self.token:
-            self._index.storage.delete(f"{self._index.root}/{names.OWNER}")
+            with contextlib.suppress(OSError):  # its error would keep the other processes waiting
+                self._index.storage.delete(f"{self._index.root}/{names.OWNER}")
 
     def finish_commit(self, step: int) -> None:
         """Removes the writer's file from the newest step, if this job owns the run."""
