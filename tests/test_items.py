@@ -402,6 +402,20 @@ def test_what_is_linked_to_a_deleted_item_stays(tmp_path):
     assert check_the_rest(tmp_path / "fork")
 
 
+def test_an_item_is_not_deleted_without_the_lease_that_protects_its_step(tmp_path):
+    url, storage, root = run_at(tmp_path, "memory")
+
+    def fail(verb, path):
+        if verb == "write" and names.is_lease(path.rpartition("/")[2]):
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    with pytest.raises(OSError, match="lease"):
+        delete_item(deletion(WatchedStorage(storage, fail), root), 1, "ema")
+
+    assert storage.kind(f"{root}/1/{names.DELETION_RECORD}") is None
+    assert check_the_rest(url)
+
+
 @pytest.mark.parametrize("name", ["..", ".", "", "state/d", "/"])
 def test_a_deletion_of_something_else_is_not_finished(tmp_path, name):
     """Whoever wrote the file, it can name an item only."""

@@ -97,7 +97,7 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
         return {"start": start, "read": before, "problems": manager.problems}
 
 
-def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0):
+def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, peers=()):
     """Restores; returns where it started, or the error.
 
     Args:
@@ -111,7 +111,7 @@ def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0):
             raise OSError(code, os.strerror(code), path)
 
     try:
-        with opened(root, hosts[me.index], [], fault=fault) as manager:
+        with opened(root, hosts[me.index], [], peers, fault) as manager:
             state, start = manager.restore_or(init_of(replicas))
             check(state, start)
             return start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from jaxckpt.format import names
+from tests.faults.coverage_children import resume
 from tests.faults.test_coverage import FOUR, STEPS, run
 from tests.run.test_peers import NOWHERE, restored, train
 from tests.static_server import served, serving
@@ -53,6 +55,19 @@ def test_a_disk_without_a_process_is_read(trial, zygote, ram_path, what):
         assert [one["start"] for one in said] == [wanted] * len(then)
         assert {one["read"] == 0 for one in said} == {wanted == 3}
         assert not [*ram_path.glob("host*/local/**/*tmp*")]
+
+
+def test_a_disk_that_is_full_while_peers_are_read_hides_no_step(zygote, ram_path):
+    """It is not the fault of the peers, and the directory has an older step only."""
+    run(zygote, ram_path, [0, 1], STEPS, 1, False, 1 << 30, [NOWHERE], count=2)
+    with served(host_of(ram_path, 0)) as one, served(host_of(ram_path, 1)) as other:
+        two = {"count": 2, "function": resume}
+        full = [6, "write", "/1/", errno.ENOSPC, [one, other]]  # in its second copy
+        for said in run(zygote, ram_path, [5, 6], 1, *full, **two):
+            assert os.strerror(errno.ENOSPC) in said
+            assert "host6" in said
+        healthy = [None, "", "", 0, [one, other]]
+        assert run(zygote, ram_path, [7, 8], 1, *healthy, **two) == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("part", range(4))
