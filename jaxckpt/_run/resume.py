@@ -108,7 +108,7 @@ class Resume:
             try_ = self._try_united if copy.is_united else self._try
             read = partial(try_, copy, reading, avoids_marked=fallback and avoids_marked)
             attempt = read()
-            if attempt.problem is not None and not copy.is_united:
+            if attempt.problem is not None and (attempt.failure or not copy.is_united):
                 attempt = read()  # damaged only if seen twice
             if damaged and self._mends_with(attempt, damaged):
                 attempt = read()

@@ -97,17 +97,18 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
         return {"start": start, "read": before, "problems": manager.problems}
 
 
-def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, peers=()):
+def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, times=9, peers=()):
     """Restores; returns where it started, or the error.
 
     Args:
-        faulty: The host on whose disk the first call of `verb` with such a path fails with `code`.
+        faulty: The host on whose disk the first `times` calls of `verb` with such a path fail with
+            `code`.
     """
-    failed = []
+    left = [times]
 
     def fault(called, path):
-        if called == verb and part in path and hosts[me.index] == faulty and not failed:
-            failed.append(path)
+        if called == verb and part in path and hosts[me.index] == faulty and left[0]:
+            left[0] -= 1
             raise OSError(code, os.strerror(code), path)
 
     try:

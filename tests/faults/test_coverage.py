@@ -81,14 +81,15 @@ def test_a_step_restores_if_every_chunk_is_on_some_disk(trial, zygote, ram_path,
         ("make_dir", f"/{STEPS}.orbax-checkpoint-tmp", errno.ENOSPC),
     ],
 )
-def test_a_disk_that_fails_once_hides_no_step(zygote, ram_path, verb, part, code):
+def test_a_disk_that_fails_hides_no_step(zygote, ram_path, verb, part, code):
     """Else the job would go on from an older step, and save over the newest one."""
     two = {"count": 2, "function": children.resume}
     run(zygote, ram_path, [0, 1], STEPS, 1, False, count=2)
 
     for said in run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, **two):
-        assert said == STEPS or (os.strerror(code) in said and "host0" in said)
-    assert run(zygote, ram_path, [0, 1], 1, **two) == [STEPS, STEPS]
+        assert os.strerror(code) in said
+        assert "host0" in said
+    assert run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, 1, **two) == [STEPS, STEPS]
 
 
 def test_a_host_that_is_away_does_not_make_the_run_look_new(zygote, ram_path):

@@ -62,11 +62,11 @@ def test_a_disk_that_is_full_while_peers_are_read_hides_no_step(zygote, ram_path
     run(zygote, ram_path, [0, 1], STEPS, 1, False, 1 << 30, [NOWHERE], count=2)
     with served(host_of(ram_path, 0)) as one, served(host_of(ram_path, 1)) as other:
         two = {"count": 2, "function": resume}
-        full = [6, "write", "/1/", errno.ENOSPC, [one, other]]  # in its second copy
+        full = [6, "write", "/1/", errno.ENOSPC, 9, [one, other]]  # in its second copy
         for said in run(zygote, ram_path, [5, 6], 1, *full, **two):
             assert os.strerror(errno.ENOSPC) in said
             assert "host6" in said
-        healthy = [None, "", "", 0, [one, other]]
+        healthy = [None, "", "", 0, 0, [one, other]]
         assert run(zygote, ram_path, [7, 8], 1, *healthy, **two) == [STEPS, STEPS]
 
 
