@@ -104,7 +104,7 @@ class Ownership:
                 return self.take_over(before, entries or {})
         except IsADirectoryError as error:
             raise IsADirectoryError(
-                f"{error.filename} is a directory, but jaxckpt needs that name for a file; move it."
+                f"{error.filename} is a directory. jaxckpt needs a file: remove what is there."
             ) from error
         except PermissionError as error:
             raise PermissionError(
