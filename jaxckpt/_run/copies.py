@@ -83,7 +83,7 @@ class Saved(NamedTuple):
         return self.starts[-1][0] if self.starts else None
 
     def is_first(self, token: str) -> bool:
-        """Returns whether a save with this token is the first of its run, which gives its name."""
+        """Returns whether this token is of the first save of the run: it begins as the start."""
         return (
             len(self.starts) == 1
             and self.starts[0][1] is None
