@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
     jobs of its fixtures twice.
     """
     items.sort(key=lambda item: item.get_closest_marker("multihost") is None)
+
+
+def pytest_collection_finish():
+    """Lets the collector skip what is imported by now: looking through it took 7 % of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
