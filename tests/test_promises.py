@@ -90,7 +90,7 @@ def test_no_part_of_an_open_checkpoint_comes_from_its_replacement(tmp_path, in_p
             break
     assert n > 10
     assert refused
-    text = f"{path} was replaced or deleted since it was opened. Open it again."
+    text = f"{path} was replaced, changed or deleted since it was opened. Open it again."
     assert {*refused} == {text}
 
 

@@ -24,7 +24,8 @@ from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import runs
-from jaxckpt.errors import StepExists, UnsupportedLeaf
+from jaxckpt._disk.transaction import refuse_inside
+from jaxckpt.errors import StepExists, UnsupportedFormat, UnsupportedLeaf
 from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header
@@ -67,8 +68,9 @@ def export_safetensors(
         max_shard_bytes: Most bytes in one file; a larger tensor gets a file of its own. If None,
             all tensors go into one file.
         overwrite: Whether to replace existing files of this model, whatever their number. One file
-            is replaced in one step. If there are several, the old files are deleted when the new
-            files are on disk; a kill at that moment leaves neither.
+            is replaced in one step. If there are several, the old files are moved aside when the
+            new files are on disk. After an error they are back; a kill at that moment leaves them
+            only as `.jaxckpt-export-*`.
 
     Returns:
         The file to open: the only one, or the index.
@@ -78,7 +80,8 @@ def export_safetensors(
         CorruptCheckpoint: the source is damaged; nothing was written.
         UnsupportedLeaf: safetensors cannot store some leaves (text, PRNG keys, complex numbers), or
             their names collide; the error lists them, and nothing was written.
-        StepExists: files of this model exist.
+        StepExists: files of this model exist, or `path` lies inside a checkpoint.
+        UnsupportedFormat: in a bucket, new shards would replace old ones of the same names.
         OSError: the files cannot be written; none were made.
 
     Example:
@@ -98,9 +101,10 @@ def export_safetensors(
         raise ValueError(f"{path} must end in {suffix}, such as {model.file}{suffix}")
     source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
     _check_exportable(source)
-    _check_free(model, overwrite)
     shards = _shards(source, max_shard_bytes)
     files = [f"{model.folder}/{name}" for name in safetensors.shard_names(model.stem, len(shards))]
+    refuse_inside(model.storage, model.file)
+    _check_free(model, files, overwrite)
     return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite=overwrite)
 
 
@@ -142,8 +146,8 @@ class _Model:
         return sorted(found, key=lambda name: (name not in tops, name))
 
 
-def _check_free(model: _Model, overwrite: bool) -> list[str]:
-    """Returns the files to replace; StepExists if they must not be replaced."""
+def _check_free(model: _Model, files: Sequence[str], overwrite: bool) -> list[str]:
+    """Returns the paths of the files to replace; an error if they must not be replaced."""
     old = model.files()
     if old and not overwrite:
         raise StepExists(
@@ -152,7 +156,13 @@ def _check_free(model: _Model, overwrite: bool) -> list[str]:
     for name in old:
         if model.storage.kind(f"{model.folder}/{name}") == "dir":
             raise StepExists(f"{model.folder}/{name} is a directory, and is not replaced")
-    return old
+    both = sorted({posixpath.basename(file) for file in files}.intersection(old))
+    if both and len(files) > 1 and not model.storage.hard_links:
+        raise UnsupportedFormat(
+            f"{model.folder} has other files named {', '.join(both[:8])}, which cannot be moved "
+            "aside in a bucket. Export under another name, or delete them first"
+        )
+    return [f"{model.folder}/{name}" for name in old]
 
 
 def _check_exportable(source: Leaves) -> None:
@@ -188,11 +198,7 @@ def _shards(source: Leaves, most_bytes: int | None) -> list[list[int]]:
 def _write_files(
     source: Leaves, model: _Model, shards: Mapping[str, Sequence[int]], *, overwrite: bool
 ) -> str:
-    """Writes all files under temporary names, and then names them.
-
-    If there are several, old files are deleted before the first new one gets its name, the index
-    first: a crash leaves files that no reader finds, and never a mixture of two models.
-    """
+    """Writes all files under temporary names, and then names them, the index last."""
     from jaxckpt.storage._large import large_files
 
     storage, leaves = model.storage, source.tree.leaves
@@ -203,26 +209,25 @@ def _write_files(
             with contextlib.closing(_values(source, shards.values())) as values:
                 for (file, of_file), header in zip(shards.items(), headers, strict=True):
                     _write_file(large.new(file), header, [leaves[i] for i in of_file], values)
+            if len(shards) > 1:
+                index = large.new(model.index)
+                index.write(0, _index_of([*shards], headers))
+                index.finish()
             source.check()
-            old = _check_free(model, overwrite)
-            if len(shards) > 1 or old not in ([], [posixpath.basename(model.file)]):
-                for name in old:
-                    storage.delete(f"{model.folder}/{name}")
-                old = []
-            large.publish(replace=bool(old))
+            large.publish(_check_free(model, [*shards], overwrite))
     except FileExistsError as error:
-        raise StepExists(f"{model.file} was created during the export") from error
-    if len(shards) == 1:
-        return model.file
+        raise StepExists(f"{error.filename} was created during the export") from error
+    return model.file if len(shards) == 1 else model.index
+
+
+def _index_of(files: Sequence[str], headers: Sequence[Header]) -> bytes:
     where = {
         tensor.name: posixpath.basename(file)
-        for file, header in zip(shards, headers, strict=True)
+        for file, header in zip(files, headers, strict=True)
         for tensor in header.tensors
     }
     total_bytes = sum(tensor.size_bytes for header in headers for tensor in header.tensors)
-    if not storage.create(model.index, safetensors.encode_index(where, total_bytes)):
-        raise StepExists(f"{model.index} was created during the export")
-    return model.index
+    return safetensors.encode_index(where, total_bytes)
 
 
 def _header(leaves: Sequence[Leaf]) -> Header:

@@ -25,7 +25,7 @@ from jaxckpt._disk.found import check_current
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedLeaf
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
@@ -115,7 +115,7 @@ def of_checkpoint(
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
         read=partial(_read, saved, sources, tree.leaves, inline),
-        check=partial(_check_unchanged, saved),
+        check=partial(check_current, saved.found),
         custom_metadata=said or {},
         differences=found.differences,
         lineage={
@@ -146,17 +146,6 @@ def _nesting_problems(paths: Sequence[Path]) -> list[str]:
         for depth in range(1, len(path))
         if path[:depth] in known
     ]
-
-
-def _check_unchanged(saved: Item) -> None:
-    """Raises an error if the source was replaced, or if a file of tensors changed its size."""
-    check_current(saved.found)
-    ends: dict[str, int] = {}
-    for file, tensor in (saved.tensors or {}).values():
-        ends[file] = max(ends.get(file, 0), tensor.offset + tensor.size_bytes)
-    for file, end in ends.items():
-        if saved.found.storage.size(file) != end:
-            raise SaveFailed(f"{file} was changed while it was read")
 
 
 def _problems(leaves: Sequence[Leaf]) -> list[str]:

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -45,7 +45,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, safetensors, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import Storage, ahead, beside, listing, real, together
+from jaxckpt.storage import EntryKind, Storage, ahead, beside, listing, real, together
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -234,24 +234,22 @@ def find(storage: Storage, path: str) -> Found:
         CorruptCheckpoint: its own metadata files are damaged.
     """
     linked, path = path, real(storage, path)
-    entries = listing(storage, path)
-    if entries is None:
-        replacement = beside(path, names.replacement(posixpath.basename(path)))
-        entries = listing(storage, replacement)
-        if entries is None:
-            return _no_directory(storage, path, linked)
-        path = replacement
+    if (entries := listing(storage, path)) is None:
+        return _find_file(storage, path, linked)
     if names.TREE_METADATA in entries or _CHECKPOINT_MARKS.isdisjoint(entries):
         return _find_around(storage, path, entries)
     return read_found(storage, path, entries)
 
 
-def _no_directory(storage: Storage, path: str, linked: str) -> Found:
-    kind = storage.kind(path)
-    if kind == "file":
+def _find_file(storage: Storage, path: str, linked: str) -> Found:
+    """Finds a checkpoint that is no directory; or that was about to replace one, which is gone."""
+    if (kind := storage.kind(path)) == "file":
         # The name of the target of a link may not show the format.
         path = linked if linked.endswith(safetensors.SUFFIXES) else path
         return Found(storage=storage, path=path, items={"": path}, is_file=True)
+    replacement = beside(path, names.replacement(posixpath.basename(path)))
+    if listing(storage, replacement) is not None:
+        return find(storage, replacement)
     if kind is None:
         near = neighbours(storage, path)
         raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
@@ -385,8 +383,8 @@ def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
     legacy = entries.get(names.LEGACY_TREE)
     if names.TREE_METADATA in entries or (legacy is not None and legacy.kind == "file"):
         return replace(found, items={"": path})
-    if steps := _steps(entries):
-        return _newest_good(storage, path, steps)
+    if _steps(entries):
+        return _newest_good(storage, path, entries)
     items = find_items(found, path, entries)
     if any(json_name(found, item) is None for item in items.values()):
         return replace(found, items=items)
@@ -455,23 +453,27 @@ _STEP_MARKS: Final = frozenset(
 )
 
 
-def _steps(entries: Entries) -> list[str]:
+def _steps(entries: Entries, kinds: Container[EntryKind] = ("dir",)) -> list[str]:
     """Returns the names that look like steps of a run, newest first."""
     found = []
     for name, entry in entries.items():
         number = _STEP.fullmatch(name)
         is_other = names.is_temporary(name) or names.is_part_of_tree(name)
-        if entry.kind == "dir" and number and not is_other:
+        if entry.kind in kinds and number and not is_other:
             found.append((float(number[1]), name))
         elif entry.kind == "file" and (flax := names.flax_step(name)) is not None:
             found.append((flax, name))
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
+def _newest_good(storage: Storage, path: str, entries: Entries) -> Found:
     problems: list[str] = []
     marked: tuple[Found, list[str]] | None = None
+    steps = _steps(entries, ("dir", "other"))
     for name in steps:
+        if entries[name].kind == "other":
+            problems.append(f"{name} is a link. Restore it by its own path, or move it here")
+            continue
         try:
             found = find(ahead(storage, f"{path}/{name}"), f"{path}/{name}")
             if posixpath.dirname(found.path) != path:

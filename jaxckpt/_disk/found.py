@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import MAX_LFS_BYTES, CheckpointNotFound, CorruptCheckpoint, lfs_problem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, EntryKind, Storage, listing, now, together
+from jaxckpt.storage import Entry, EntryKind, Storage, listing, now, stamp, together
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -58,6 +58,8 @@ class Found:
     deleting: str | None = None  # the item whose deletion has begun; not in `items`
     is_file: bool = False  # a Flax file, not a directory
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
+    # Of files that no record describes, as they were when they were opened.
+    stamps: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def part(self) -> tuple[int, int] | None:
@@ -203,7 +205,7 @@ def check_current(found: Found) -> None:
     """Raises CheckpointNotFound if the checkpoint was replaced or deleted."""
     if not is_current(found):
         raise CheckpointNotFound(
-            f"{found.path} was replaced or deleted since it was opened. Open it again."
+            f"{found.path} was replaced, changed or deleted since it was opened. Open it again."
         )
 
 
@@ -213,6 +215,8 @@ def is_current(found: Found) -> bool:
     # In a bucket a deletion begins with the marker, and the record may go last.
     marker = f"{found.path}/{names.COMMIT_MARKER}"
     looks = [] if found.record is None or storage.atomic_rename else [partial(storage.size, marker)]
+    if found.stamps and not _are_unchanged(storage, found.stamps):
+        return False
     try:
         read = partial(storage.read, file, max_bytes=step.MAX_RECORD_BYTES)
         data, *_ = together(storage, [read, *looks])
@@ -223,8 +227,15 @@ def is_current(found: Found) -> bool:
     return found.record is not None and step.digest(data) == found.record.digest
 
 
+def _are_unchanged(storage: Storage, stamps: Mapping[str, object]) -> bool:
+    try:
+        return all(stamp(storage, file) == seen for file, seen in stamps.items())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def while_current(found: Found, read: Callable[[Found], T]) -> T:
-    """Reads a checkpoint found earlier; CheckpointNotFound if it was replaced or deleted since."""
+    """Reads a checkpoint found earlier; CheckpointNotFound if it has changed since."""
     check_current(found)
     try:
         result = read(found)

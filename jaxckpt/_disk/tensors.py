@@ -23,40 +23,42 @@ from jaxckpt.format import jsontext, safetensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, Path, StoredArray, Tree, check_grid
-from jaxckpt.storage import Storage, real
+from jaxckpt.storage import Storage, real, stamp
 
 # A part is read in pieces of at most this size, and never in shorter runs than this.
 _PIECE_BYTES: Final = 8 << 20
 _LEAST_RUN_BYTES: Final = 4096
 
 
-def read_headers(storage: Storage, file: str) -> dict[str, Header]:
+def read_headers(found: Found, file: str) -> dict[str, Header]:
     """Returns the header of a safetensors file, or of each file in an index, by path.
+
+    Notes in `found` which files they are, so that a replaced one is noticed.
 
     Raises:
         CheckpointNotFound: the file does not exist.
         CorruptCheckpoint: a file is malformed, or a link leads out of the directory of the index.
         UnsupportedFormat: the files lack tensors, or a tensor has a dtype that jax lacks.
     """
-    path = _real(storage, file)
+    storage, path = found.storage, _real(found, file)
     if not file.endswith(safetensors.INDEX_SUFFIX):
         headers = {path: _read_header(storage, path)}
     else:
         data = storage.read(path, max_bytes=jsontext.MAX_BYTES)
-        headers = _read_shards(storage, file, path, safetensors.decode_index(data, file=file))
+        headers = _read_shards(found, file, path, safetensors.decode_index(data, file=file))
     if not any(header.tensors for header in headers.values()):
         raise UnsupportedFormat(f"{file} contains no tensors")
     return headers
 
 
 def _read_shards(
-    storage: Storage, index: str, real_index: str, wanted: dict[str, set[str]]
+    found: Found, index: str, real_index: str, wanted: dict[str, set[str]]
 ) -> dict[str, Header]:
-    folder, headers = posixpath.dirname(index), {}
+    storage, folder, headers = found.storage, posixpath.dirname(index), {}
     # In the cache of a model hub, the index and its files are links into one directory.
     allowed = (real(storage, folder), posixpath.dirname(real_index))
     for name, tensors in sorted(wanted.items()):
-        shard = _real(storage, f"{folder}/{name}")
+        shard = _real(found, f"{folder}/{name}")
         if posixpath.dirname(shard) not in allowed:
             what = f"is a link to {shard}, out of the directory of the index. Put the files beside"
             raise corrupt(f"{folder}/{name}", f"{what} the index.")
@@ -69,10 +71,11 @@ def _read_shards(
     return headers
 
 
-def _real(storage: Storage, file: str) -> str:
-    path = real(storage, file)
-    if storage.kind(path) != "file":
+def _real(found: Found, file: str) -> str:
+    path = real(found.storage, file)
+    if found.storage.kind(path) != "file":
         raise CheckpointNotFound(f"{file}: no such file")
+    found.stamps.setdefault(path, stamp(found.storage, path))
     return path
 
 
@@ -89,7 +92,7 @@ def _read_header(storage: Storage, file: str) -> Header:
 
 def read_item(found: Found, name: str) -> Item:
     """Reads the headers of a file or of an index; dots in names make nested dicts."""
-    headers = read_headers(found.storage, found.items[name])
+    headers = read_headers(found, found.items[name])
     tensors = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
     leaves = tuple(_leaf(*placed, path_of(name, tensors)) for name, placed in tensors.items())
     said = {key: text for header in headers.values() for key, text in header.metadata.items()}

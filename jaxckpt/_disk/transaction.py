@@ -464,8 +464,9 @@ def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) ->
     full = ""
     if is_full(cause):
         free = free_bytes(posixpath.dirname(path))
+        what = f"This process saves {size_text(size_bytes)}; free" if size_bytes else "Free"
         full = (
-            f" This process saves {size_text(size_bytes)}; free now: "
+            f" {what} now: "
             f"{'unknown' if free is None else size_text(free)}. Delete what is not needed, such as "
             "old steps, or save elsewhere."
         )

@@ -55,7 +55,7 @@ class Candidates:
     def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
         if step == "latest":
             found = reachable(self.roots, lambda root: root.index.to_restore())
-            return in_order(found) or self._refuse_flax()
+            return in_order(found) or self._refuse_others()
         if step == "best":
             return self._best_first(in_order)
         wanted = int(step)
@@ -79,10 +79,18 @@ class Candidates:
         durable = {n: origin_in(index, n) if n in local else None for n in there}
         return over_disks(disks, durable, others)
 
-    def _refuse_flax(self) -> list[Copy]:
-        """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
+    def _refuse_others(self) -> list[Copy]:
+        """Returns no steps, unless there are links or checkpoints of Flax, to be left behind."""
         index = self.roots[-1].index
-        files = index.listing().flax_files()
+        listing = index.listing()
+        for name in listing.steps.values():
+            if listing.entries[name].kind == "other":
+                raise UnsupportedFormat(
+                    f"{index.root} has no steps, but {name} is a link, which a run does not "
+                    "follow. Move the checkpoint here, or restore the link with jaxckpt.restore. "
+                    "To start over, use an empty directory."
+                )
+        files = listing.flax_files()
         if not files:
             return []
         newest = f"{index.root}/{max(files, key=files.__getitem__)}"

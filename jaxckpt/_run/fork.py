@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from jaxckpt._core.check import as_new_step, explained
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.find import find, looks_committed, steps_to_try, warn_skipped
-from jaxckpt._disk.found import Found, check_current
+from jaxckpt._disk.find import find, steps_to_try, warn_skipped
+from jaxckpt._disk.found import Found, check_current, is_current
 from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
@@ -18,7 +18,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.format.step import Life, Record, digest
-from jaxckpt.storage import Storage, files_in, locate, now, store_of
+from jaxckpt.storage import Storage, files_in, locate, store_of
 
 
 @explained("fork")
@@ -99,7 +99,7 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError) or (
-            isinstance(error, CorruptCheckpoint) and _is_gone(now(storage), found.path)
+            isinstance(error, CorruptCheckpoint) and not is_current(found)
         ):
             raise _deleted(found.path, error) from error
         _transaction.raise_save_error(path, error)
@@ -107,11 +107,7 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
 
 
 def _deleted(path: str, error: Exception) -> CheckpointNotFound:
-    return CheckpointNotFound(f"{path} was deleted meanwhile: {error}")
-
-
-def _is_gone(storage: Storage, path: str) -> bool:
-    return storage.kind(path) is None or not looks_committed(storage, path)
+    return CheckpointNotFound(f"{path} was replaced or deleted meanwhile: {error}")
 
 
 def _name_of(found: Found, step: int | None) -> str:

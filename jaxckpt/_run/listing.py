@@ -90,7 +90,7 @@ def _describe(name: str, listing: Listing) -> str | None:
     if listing.naming.step(name) is None:
         return STRAY
     if listing.entries[name].kind != "dir":
-        return "named like a step, but not a directory"
+        return "named like a step, but not a directory; a link is not followed"
     return None
 
 

@@ -426,7 +426,6 @@ class CheckpointManager:
         for root in self._roots:
             if not root.owner.is_guest or self.restored_step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, self.restored_step)
-        reading.set_objects(state)
         self._saver.comparisons.ask()
         if isinstance(reading, StateReading):
             position = self._saver.position
@@ -443,6 +442,7 @@ class CheckpointManager:
             self._saver.went_back(newest, good=self.restored_step)
         elif self.mode == "w" and goes_on and self._saver.is_behind(self.restored_step):
             self._saver.went_back(self.restored_step, good=self.restored_step)
+        reading.set_objects(state)  # last: an object of one process may raise
         return state
 
     def restore_or(
@@ -466,7 +466,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: the run has steps, but none can be restored.
-            UnsupportedFormat: the run has only checkpoints of Flax; see `convert`.
+            UnsupportedFormat: the run has only links, or checkpoints of Flax; see `convert`.
         """
         self._begin_call()
         if not callable(init):

@@ -5,7 +5,6 @@ The deletion of an item leaves the rest of its step as it is; see `_disk.removal
 
 from __future__ import annotations
 
-import contextlib
 import posixpath
 
 from jaxckpt._disk.find import find
@@ -22,8 +21,11 @@ from jaxckpt.format import names
 def pin(leases: Leases, number: int) -> None:
     """Keeps a step regardless of the policy."""
     storage, path = leases.index.storage, leases.index.check_step(number)
-    with contextlib.suppress(FileNotFoundError):  # deleted just now
+    try:
         storage.write(f"{path}/{names.PINNED}", b"")
+    except FileNotFoundError:
+        if leases.is_staying(posixpath.basename(path)):  # else it was deleted just now
+            raise
     # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
     if not leases.is_staying(posixpath.basename(path)):
         storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may

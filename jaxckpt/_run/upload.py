@@ -62,14 +62,17 @@ class Uploaded(NamedTuple):
     lacks: Sequence[int] = ()  # the processes whose parts are missing, so that it is not committed
 
 
-def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
-    """Returns the complete steps of a run that another root lacks, the newest first.
+def missing_steps(source: StepIndex, target: StepIndex) -> tuple[list[int], list[int]]:
+    """Returns the steps of a run that another root lacks, the newest first: complete, and others.
 
     Leaves out steps of an earlier life, since the run went on without them.
     """
     besides = {*target.steps(), *earlier_lives(source, newest_saved(target))}
-    steps = (step for step in source.newest_first() if step not in besides)
-    return [step for step in steps if source.is_whole(step)]
+    listing, there = source.listing(), {*source.present()}
+    odd = {n for n, name in listing.steps.items() if listing.entries[name].kind != "dir"}
+    steps = sorted((there | odd) - besides, reverse=True)
+    whole = [step for step in steps if step not in odd and source.is_whole(step)]
+    return whole, [step for step in steps if step not in whole]
 
 
 def upload(

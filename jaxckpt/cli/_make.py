@@ -174,6 +174,7 @@ def upload(
     process 0 last: it commits the steps of which all parts are there.
     """
     from jaxckpt._disk.pace import Pace
+    from jaxckpt._disk.transaction import refuse_inside
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
@@ -183,10 +184,11 @@ def upload(
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
-    if not steps and not source.steps():
+    if not steps and not source.present():
         raise CheckpointNotFound(f"{source.root} {source.emptiness()}: nothing can be uploaded")
     for step in steps:
         source.check_there(step)  # before DST is made
+    refuse_inside(storage, root)
     storage.make_dir(root)
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))
@@ -197,7 +199,8 @@ def upload(
             if target.owner() != owner:
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
-        for step in steps or missing_steps(source, target):
+        missing, left = ([*steps], []) if steps else missing_steps(source, target)
+        for step in missing:
             try:
                 sent = upload_step(
                     source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
@@ -216,11 +219,16 @@ def upload(
             if not as_json and sent.lacks:
                 who = ", ".join(map(str, sent.lacks))
                 _output.echo(f"not committed: upload the parts of processes {who}, then this again")
+    for problem in source.problems if left else ():
+        _output.note(problem)
+    if left:
+        which = ", ".join(map(str, left))
+        _output.note(f"not uploaded, since they are damaged, unreadable or no directories: {which}")
     if as_json:
         _output.print_json([sent._asdict() for sent in done])
-    elif not done:
+    elif not done and not left:
         _output.echo(f"{root} has every step of {source.root}")
-    return 1 if any(sent.lacks for sent in done) else 0
+    return 1 if left or any(sent.lacks for sent in done) else 0
 
 
 @click.command()

@@ -64,6 +64,7 @@ __all__ = [
     "locate",
     "now",
     "real",
+    "stamp",
     "store_of",
     "together",
     "usable_cores",
@@ -190,6 +191,14 @@ def heard_s(storage: Storage) -> float:
 def real(storage: Storage, path: str) -> str:
     """Follows a link to a checkpoint, such as the newest step; never for what is inside one."""
     return ask()(os.path.realpath, path) if storage.scheme == "file" else path
+
+
+def stamp(storage: Storage, path: str) -> object:
+    """Returns what differs once a file was replaced or written: on a disk; elsewhere its size."""
+    if storage.scheme != "file":
+        return storage.size(path)
+    status = ask()(os.stat, path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def store_of(path: str) -> str:

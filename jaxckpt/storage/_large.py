@@ -3,8 +3,11 @@
 1. lock `.jaxckpt-export-<token>`                             a lock nobody holds
 2. create `.jaxckpt-export-<token>-<n>`, write the pieces     the same, and temporary files
 3. `finish`: fsync it                                         the same, one of them complete
-4. `publish`: rename it, fsync the parent                     the file; the rest as before
-5. remove the lock                                            the files
+4. `publish`: rename the old files to such names              the same
+   rename each, fsync the parent                              the file; the rest as before
+5. remove the old files, and the lock                         the files
+
+An error in 4 undoes it. A single file replaces another in one step.
 
 The next `LargeFiles` in the directory removes what a crash left: all whose lock nobody holds.
 
@@ -21,7 +24,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, Self, final
@@ -55,17 +58,32 @@ class UploadedFiles:
     def new(self, path: str) -> LargeFile:
         """Begins the file that will be at `path`."""
         temporary = f"{self._folder.name}/{len(self._files)}"
-        self._files[path] = LargeFile(path, temporary)
+        self._files[path] = LargeFile(temporary, temporary)  # errors name what is on this machine
         return self._files[path]
 
-    def publish(self, *, replace: bool) -> None:
-        """Uploads the files; raises `FileExistsError` if a name is taken."""
-        for path, file in self._files.items():
-            file.finish()
-            if not replace and self._storage.kind(path) is not None:
+    def publish(self, old: Sequence[str]) -> None:
+        """Uploads the files in place of old ones, of which only the last has the name of a new one.
+
+        Raises:
+            FileExistsError: a name is taken.
+        """
+        for path in self._files:
+            if path not in old and self._storage.kind(path) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            size = os.path.getsize(file.temporary)
-            self._storage.write(path, pieces(LocalStorage(), file.temporary, size))
+        sent: list[str] = []
+        try:
+            for path, file in self._files.items():
+                file.finish()
+                size = os.path.getsize(file.temporary)
+                sent.append(path)
+                self._storage.write(path, pieces(LocalStorage(), file.temporary, size))
+        except BaseException:
+            if len(sent) < len(self._files):  # else the last one may have arrived all the same
+                with contextlib.suppress(OSError):
+                    self._storage.delete_files(sent)
+            raise
+        for path in old:  # the index first
+            self._storage.delete_files([path] if path not in self._files else [])
 
     def __enter__(self) -> Self:
         return self
@@ -101,10 +119,31 @@ class LargeFiles:
         self._files.append(LargeFile(path, f"{self._lock}-{len(self._files)}"))
         return self._files[-1]
 
-    def publish(self, *, replace: bool) -> None:
-        """Gives the files their names; see `LargeFile.publish`."""
-        for file in self._files:
-            file.publish(replace=replace)
+    def publish(self, old: Sequence[str]) -> None:
+        """Gives the files their names, in place of old files, which are back after an error.
+
+        Raises:
+            FileExistsError: a name is taken.
+        """
+        if [*old] == [file.path for file in self._files]:
+            self._files[0].publish(replace=True)
+            return
+        aside = {path: f"{self._lock}-{n}" for n, path in enumerate(old, len(self._files))}
+        try:
+            for path, temporary in aside.items():
+                with _about(path):
+                    os.rename(path, temporary)
+            for file in self._files:
+                file.publish(replace=False)
+        except BaseException:
+            for file in self._files:
+                file.withdraw()
+            for path, temporary in aside.items():
+                with contextlib.suppress(FileNotFoundError):  # not yet moved
+                    os.rename(temporary, path)
+            raise
+        for temporary in aside.values():
+            os.unlink(temporary)
 
     def __enter__(self) -> Self:
         return self
@@ -158,8 +197,9 @@ class LargeFile:
     """
 
     def __init__(self, path: str, temporary: str) -> None:
-        self._path = path
+        self.path = path
         self.temporary = temporary
+        self._is_published = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _about(path):
             self._fd: int | None = os.open(self.temporary, flags, 0o666)
@@ -168,7 +208,7 @@ class LargeFile:
         """Writes bytes at an offset."""
         assert self._fd is not None  # not after `finish`
         rest = memoryview(data)
-        with _about(self._path):
+        with _about(self.path):
             while rest:
                 count = os.pwrite(self._fd, rest, offset)
                 rest, offset = rest[count:], offset + count
@@ -177,7 +217,7 @@ class LargeFile:
         """Makes the bytes durable and closes the file."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            with _about(self._path):
+            with _about(self.path):
                 try:
                     os.fsync(fd)
                 finally:
@@ -186,9 +226,17 @@ class LargeFile:
     def publish(self, *, replace: bool) -> None:
         """Gives the file its name, durably; raises `FileExistsError` if the name is taken."""
         self.finish()
-        with _about(self._path):
-            if not _publish(self.temporary, self._path, replace=replace):
+        with _about(self.path):
+            self._is_published = True  # unless its name was taken
+            self._is_published = _publish(self.temporary, self.path, replace=replace)
+            if not self._is_published:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def withdraw(self) -> None:
+        """Removes the file if it may have got its name. Never raises."""
+        with contextlib.suppress(OSError):
+            if self._is_published:
+                os.unlink(self.path)
 
     def discard(self) -> None:
         """Removes an unpublished file. Never raises."""

@@ -43,7 +43,7 @@ def mounts() -> dict[int, Mount]:
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return find_mounts(file.read())
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # other errors pass: a bucket is no local disk
         return {}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt.orbax
-from jaxckpt.cli._migrate.command import _lack
+from jaxckpt.cli._migrate.command import _changed, _files_in, _lack, _read_file
 from jaxckpt.cli._migrate.source import parse
 from tests.commandline import cli, said_json
 
@@ -425,6 +425,24 @@ def test_a_failed_write_leaves_the_file(tmp_path):
     assert code == 2
     assert f"{path}: error: not changed: File too large" in out
     assert (path.read_text(), os.listdir(tmp_path)) == (PROGRAM, ["train.py"])
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path):
+    """It may have what must be changed by hand, so that nothing is."""
+    with pytest.raises(FileNotFoundError):
+        [*_files_in(str(tmp_path / "away"))]
+
+
+def test_a_file_that_is_written_meanwhile(tmp_path):
+    """It stays as it is, whether it still is Python or not."""
+    path = a_file(tmp_path, "import orbax.checkpoint as ocp\nx = ocp.Known\n")
+    read = _read_file(str(path), str(tmp_path), anyway=False)
+
+    for text in ("import orbax.checkpoint as ocp\n", "import ("):
+        path.write_text(text)
+        changed = _changed(read, str(tmp_path), anyway=False)
+        assert (changed.state, changed.why) == ("error", ["not changed: it was written meanwhile"])
+        assert path.read_text() == text
 
 
 def test_nothing_is_run_or_imported(tmp_path):

@@ -643,7 +643,7 @@ def test_a_source_that_was_replaced_is_not_called_damaged(tmp_path):
     source = of_checkpoint(tmp_path / "saved", **only_metadata)
     jaxckpt.save(tmp_path / "saved", {"w": np.zeros(3)}, overwrite=True)
 
-    with pytest.raises(CheckpointNotFound, match="was replaced or deleted"):
+    with pytest.raises(CheckpointNotFound, match="was replaced, changed or deleted"):
         write_checkpoint(LocalStorage(), str(tmp_path / "copy"), source, overwrite=False)
 
     assert os.listdir(tmp_path) == ["saved"]

@@ -33,7 +33,6 @@ from jaxckpt import (
     CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
-    SaveFailed,
     StepExists,
     TreeMismatch,
     UnsupportedFormat,
@@ -48,7 +47,7 @@ from jaxckpt._disk.tensors import path_of
 from jaxckpt.errors import StoreError
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
-from jaxckpt.storage import LocalStorage, MemoryStorage
+from jaxckpt.storage import LocalStorage, MemoryStorage, locate
 from jaxckpt.storage._large import LargeFile, LargeFiles
 from tests.strategies import random_bits, same
 from tests.test_hops import hops_of
@@ -309,6 +308,57 @@ def test_an_export_replaces_nothing_unasked(saved, tmp_path):
     assert (tmp_path / "out" / "model-of-mine.safetensors").read_text() == "stays"
 
 
+def test_the_old_files_are_back_after_an_error(saved, tmp_path):
+    """One whose shards have names that are too long; several, of which some have their new ones."""
+    one, folder = tmp_path / f"{'n' * 240}.safetensors", tmp_path / "out"
+    jaxckpt.export_safetensors(saved, one)
+    data = one.read_bytes()
+    top = jaxckpt.export_safetensors(saved, folder / "model.safetensors", max_shard_bytes=250)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    with pytest.raises(OSError, match="too long"):
+        jaxckpt.export_safetensors(saved, one, max_shard_bytes=250, overwrite=True)
+    with LargeFiles(str(folder)) as files:
+        for name in (*before, "new", "n" * 256):
+            files.new(f"{folder}/{name}").write(0, b"new")
+        with pytest.raises(OSError, match="too long"):
+            files.publish([f"{folder}/{name}" for name in before])
+
+    assert one.read_bytes() == data
+    assert sorted(os.listdir(tmp_path)) == [one.name, "out", "saved"]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert jax.tree.leaves(jaxckpt.restore(top))
+
+
+def test_shards_in_a_bucket_replace_none_of_the_same_name(saved):
+    """Those could not be put back; other names replace a model, and an error leaves it."""
+    path = "memory://shards/model.safetensors"
+    jaxckpt.export_safetensors(saved, path, max_shard_bytes=250)
+    storage, folder = locate("memory://shards")
+
+    def contents():
+        files = storage.files(folder)
+        return {file: storage.read(f"{folder}/{file}", max_bytes=1 << 20) for file in files}
+
+    before = contents()
+
+    with pytest.raises(UnsupportedFormat, match="under another name, or delete them"):
+        jaxckpt.export_safetensors(saved, path, max_shard_bytes=250, overwrite=True)
+    assert contents() == before
+    for most, count in [(1, 1), (None, 0)]:
+        jaxckpt.export_safetensors(saved, path, max_shard_bytes=most, overwrite=True)
+        left = storage.files(folder)
+        assert len([file for file in left if file.endswith(".json")]) == count
+        assert len(left) > 4 if count else [*left] == ["model.safetensors"]
+
+
+def test_an_export_into_a_checkpoint_is_refused(saved):
+    """It would be deleted with that."""
+    with pytest.raises(StepExists, match="lies inside the checkpoint"):
+        jaxckpt.export_safetensors(saved, saved / "weights.safetensors")
+    assert "weights.safetensors" not in os.listdir(saved)
+
+
 def test_a_damaged_checkpoint_makes_no_file(saved, tmp_path):
     """Nor does it take away what was there."""
     jaxckpt.export_safetensors(saved, tmp_path / "out" / "model.safetensors")
@@ -564,13 +614,13 @@ def test_tensors_that_a_silent_store_has_are_asked_for_once(three):
     assert calls == ["read_into"]
 
 
-def test_a_file_that_ends_early_names_the_tensor(model):
-    """If it was cut after the header was read; before that the header does not fit."""
+def test_a_file_that_is_cut_is_not_restored(model):
+    """Neither if that was after its header was read, nor if the header does not fit it."""
     _, file, _ = model
     ckpt = jaxckpt.open(file)
     os.truncate(file, os.path.getsize(file) - 1000)
 
-    with pytest.raises(CorruptCheckpoint, match="was truncated"):
+    with pytest.raises(CheckpointNotFound, match="changed or deleted since it was opened"):
         ckpt.restore()
     with pytest.raises(CorruptCheckpoint):
         jaxckpt.restore(file)
@@ -863,9 +913,26 @@ def test_a_file_that_changes_meanwhile_makes_no_checkpoint(tmp_path, more):
     source = of_checkpoint(file, dtype=None, by="import")
     os.truncate(file, file.stat().st_size + more)
 
-    with pytest.raises((CorruptCheckpoint, SaveFailed), match=str(file)):
+    with pytest.raises(CheckpointNotFound, match=f"{file} was .*changed") as caught:
         write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, overwrite=False)
     assert os.listdir(tmp_path) == ["in.safetensors"]
+    assert more > 0 or "was truncated" in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize("is_index", [False, True])
+def test_two_models_are_not_mixed(saved, tmp_path, is_index):
+    """A model that another of equal shapes replaces meanwhile is not imported; it restores anew."""
+    files, most = tmp_path / "model.safetensors", 250 if is_index else None
+    top = jaxckpt.export_safetensors(saved, files, max_shard_bytes=most)
+    ckpt, source = jaxckpt.open(top), of_checkpoint(top, dtype=None, by="import")
+    jaxckpt.export_safetensors(saved, files, max_shard_bytes=most, overwrite=True)
+
+    with pytest.raises(CheckpointNotFound, match="was replaced"):
+        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, overwrite=False)
+    with pytest.raises(CheckpointNotFound, match="was replaced"):
+        ckpt.restore()
+    assert not (tmp_path / "ours").exists()
+    assert jax.tree.leaves(jaxckpt.restore(top))
 
 
 # --- kills ---------------------------------------------------------------------------------------
@@ -931,7 +998,7 @@ def test_an_export_removes_what_dead_ones_left(tmp_path, caplog):
         lock = live._lock.rpartition("/")[2]
         kept = {lock, f"{lock}-0", foreign, *others, "m.safetensors"}
         assert set(os.listdir(folder)) == kept
-        live.publish(replace=False)
+        live.publish([])
 
     assert set(os.listdir(folder)) == kept - {lock, f"{lock}-0"} | {"other"}
     assert [f"{folder}/{name}*" in caplog.text for name in (dead, alone, foreign)] == [True] * 3

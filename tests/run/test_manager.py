@@ -45,6 +45,7 @@ from jaxckpt import (
     SavePolicy,
     StepExists,
     TreeMismatch,
+    UnsupportedFormat,
     UnsupportedLeaf,
     restore,
 )
@@ -2333,6 +2334,45 @@ DAMAGES = {
     "flipped byte": flip,
     "truncated": truncate,
 }
+
+
+def test_an_object_that_raises_leaves_the_manager_at_the_restored_step(tmp_path, state):
+    """The damaged step is set aside before the object is asked, so its number is free."""
+
+    class Odd(Counter):
+        def set_state(self, state):
+            raise ZeroDivisionError
+
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), items={"data": Counter(step)})
+    DAMAGES[next(iter(DAMAGES))](tmp_path / "2")
+
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ZeroDivisionError):
+            manager.restore(items={"data": Odd()})
+        manager.save(2, state(22)).result()
+        assert same(manager.restore(), state(22))
+
+
+def test_steps_that_are_links_are_not_passed_over(tmp_path, state, caplog):
+    """A run goes on from none of them, and does not begin anew; a reader says which it skips."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    for step in (2, 1):
+        (tmp_path / "run" / f"{step}").rename(tmp_path / f"moved-{step}")
+        (tmp_path / "run" / f"{step}").symlink_to(tmp_path / f"moved-{step}")
+        if step == 2:
+            assert same(restore(tmp_path / "run"), state(1))
+            assert "took 1: 2 is a link. Restore it by its own path" in caplog.text
+            assert same(restore(tmp_path / "run" / "2"), state(2))
+
+    with (
+        CheckpointManager(tmp_path / "run") as manager,
+        pytest.raises(UnsupportedFormat, match=r"has no steps, but . is a link.*Move"),
+    ):
+        manager.restore_or(lambda: state(0))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -239,6 +239,35 @@ def test_a_step_that_its_job_deletes_meanwhile_is_left_out(source, tmp_path, cap
     assert not other.exists()
 
 
+@pytest.mark.parametrize("harm", ["marker", "record", "data", "link", "file"])
+def test_a_step_that_cannot_be_uploaded_is_named(source, tmp_path, harm):
+    """The others are uploaded, and the answer is not that all are there: someone may delete it."""
+    step = source / "2"
+    if harm in ("link", "file"):
+        step.rename(tmp_path / "moved")
+        step.symlink_to(tmp_path / "moved") if harm == "link" else step.touch()
+    else:
+        file = {"marker": names.COMMIT_MARKER, "record": names.RECORD}.get(harm)
+        (step / file if file else max(step.rglob("d/*"))).unlink()
+
+    for _ in range(2):
+        code, out, err = cli("upload", source, tmp_path / "target")
+        assert (code, "has every step" in out) == (1, False)
+        assert "not uploaded, since they are damaged, unreadable or no directories: 2" in err
+    assert index_of(tmp_path / "target").steps() == [1, 3]
+
+
+def test_nothing_is_uploaded_into_a_checkpoint(source, tmp_path):
+    """Nor is it written to."""
+    jaxckpt.save(tmp_path / "saved", {"w": 1})
+    before = sorted(tmp_path.rglob("*"))
+
+    code, _, err = cli("upload", source, tmp_path / "saved" / "run")
+
+    assert (code, "lies inside the checkpoint" in err) == (2, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def leave_all_but_the_marker(source, root):
     """Leaves an upload whose job died just before its last file."""
 

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -286,6 +287,17 @@ def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, mounted):
 
     assert _mounts.mounts() == {}
     assert isinstance(locate(tmp_path)[0], LocalStorage)
+
+
+def test_a_process_without_descriptors_takes_no_bucket_for_a_disk():
+    """It does not know what is mounted: a commit by a rename would not hold in a bucket."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            _mounts.mounts()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # What lies in the way

@@ -76,7 +76,9 @@ def migrate(paths: tuple[str, ...], write: bool, anyway: bool, partly: bool, as_
     pairs = [*zip(within, found, strict=True)]
     waiting = {top for top, file in pairs if file.stays and not partly}
     if write:
-        found = [file if top in waiting else _changed(file) for top, file in pairs]
+        found = [
+            file if top in waiting else _changed(file, top, anyway=anyway) for top, file in pairs
+        ]
     files = [file for file in found if file.names or file.why or file.changes]
     if as_json:
         facts = {"write": write, "read": len(found), "files": [_facts(file) for file in files]}
@@ -107,11 +109,15 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _files_in(root: str) -> Iterator[str]:
     """Yields the Python files below a directory, without installed packages."""
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in sorted(folders) if _is_program(os.path.join(folder, name))]
         for name in sorted(files, key=lambda name: os.path.islink(os.path.join(folder, name))):
             if name.endswith(_ENDINGS):
                 yield os.path.join(folder, name)
+
+
+def _refuse(error: OSError) -> None:
+    raise error  # a directory that cannot be listed may have what must be changed by hand
 
 
 def _is_program(folder: str) -> bool:
@@ -139,10 +145,12 @@ def _read_file(path: str, within: str, *, anyway: bool) -> _File:
     return _examined(path, within, source, anyway=anyway)
 
 
-def _changed(file: _File) -> _File:
+def _changed(file: _File, within: str, *, anyway: bool) -> _File:
     """Rewrites a file if its state is "to change"."""
     if file.state != "to change":
         return file
+    if _read_file(file.path, within, anyway=anyway) != file:
+        return replace(file, state="error", why=["not changed: it was written meanwhile"])
     try:
         _put(file.path, parse(_read(file.path)).rewritten())
     except OSError as error:
