@@ -184,7 +184,7 @@ def test_what_else_lies_in_the_root_is_told(root):
     assert len(found.strays) == len(strays) + 1
     for name, words in strays.items():
         assert any(stray.startswith(f"{name}: ") and words in stray for stray in found.strays)
-    assert "12: named like a step, but not a directory" in found.strays
+    assert "12: named like a step, but not a directory; a link is not followed" in found.strays
 
 
 def test_a_step_under_another_name_is_told(root, caplog):
