@@ -143,7 +143,10 @@ class LargeFiles:
                     os.rename(temporary, path)
             raise
         for temporary in aside.values():
-            os.unlink(temporary)
+            try:
+                os.unlink(temporary)
+            except OSError as error:
+                _logger.warning("%s stays until the next export: %s", temporary, error)
 
     def __enter__(self) -> Self:
         return self
