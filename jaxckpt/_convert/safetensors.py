@@ -25,12 +25,12 @@ from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import runs
 from jaxckpt._disk.transaction import refuse_inside
-from jaxckpt.errors import StepExists, UnsupportedFormat, UnsupportedLeaf
+from jaxckpt.errors import StepExists, UnsupportedLeaf
 from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header
 from jaxckpt.format.tree import Leaf
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage, locate, real
 
 _REGION_BYTES: Final = 32 << 20
 
@@ -61,16 +61,16 @@ def export_safetensors(
         src: A checkpoint, one of its items, or a run's root (exports its newest good step).
         path: The file, `model.safetensors`. Several files are named
             `model-00001-of-00003.safetensors` and so on, with the index
-            `model.safetensors.index.json`.
+            `model.safetensors.index.json`; `model-00001-of-00003-2.safetensors` where the files
+            that they replace have these names.
         item: Name of the item, if the checkpoint has several trees.
         only, skip: Globs over leaf paths; the name of a container includes its leaves.
         dtype: The new dtype of all floating-point arrays.
         max_shard_bytes: Most bytes in one file; a larger tensor gets a file of its own. If None,
             all tensors go into one file.
-        overwrite: Whether to replace existing files of this model, whatever their number. One file
-            is replaced in one step. If there are several, the old files are moved aside when the
-            new files are on disk. After an error they are back; a kill at that moment leaves them
-            only as `.jaxckpt-export-*`.
+        overwrite: Whether to replace existing files of this model, whatever their number. The old
+            files are deleted when the new files have their names, so that an error or a kill leaves
+            one of the two models.
 
     Returns:
         The file to open: the only one, or the index.
@@ -81,8 +81,7 @@ def export_safetensors(
         UnsupportedLeaf: safetensors cannot store some leaves (text, PRNG keys, complex numbers), or
             their names collide; the error lists them, and nothing was written.
         StepExists: files of this model exist, or `path` lies inside a checkpoint.
-        UnsupportedFormat: in a bucket, new shards would replace old ones of the same names.
-        OSError: the files cannot be written; none were made.
+        OSError: the files cannot be written; none were made. In a bucket, some may be there.
 
     Example:
         >>> import tempfile, numpy as np, jaxckpt
@@ -102,9 +101,10 @@ def export_safetensors(
     source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
     _check_exportable(source)
     shards = _shards(source, max_shard_bytes)
-    files = [f"{model.folder}/{name}" for name in safetensors.shard_names(model.stem, len(shards))]
-    refuse_inside(model.storage, model.file)
-    _check_free(model, files, overwrite)
+    refuse_inside(model.storage, f"{real(model.storage, model.folder)}/{model.stem}")
+    taken = map(posixpath.basename, _check_free(model, overwrite))
+    new = safetensors.shard_names(model.stem, len(shards), [*taken])
+    files = [f"{model.folder}/{name}" for name in new]
     return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite=overwrite)
 
 
@@ -146,8 +146,8 @@ class _Model:
         return sorted(found, key=lambda name: (name not in tops, name))
 
 
-def _check_free(model: _Model, files: Sequence[str], overwrite: bool) -> list[str]:
-    """Returns the paths of the files to replace; an error if they must not be replaced."""
+def _check_free(model: _Model, overwrite: bool) -> list[str]:
+    """Returns the paths of the files to replace; StepExists if they must not be replaced."""
     old = model.files()
     if old and not overwrite:
         raise StepExists(
@@ -156,12 +156,6 @@ def _check_free(model: _Model, files: Sequence[str], overwrite: bool) -> list[st
     for name in old:
         if model.storage.kind(f"{model.folder}/{name}") == "dir":
             raise StepExists(f"{model.folder}/{name} is a directory, and is not replaced")
-    both = sorted({posixpath.basename(file) for file in files}.intersection(old))
-    if both and len(files) > 1 and not model.storage.hard_links:
-        raise UnsupportedFormat(
-            f"{model.folder} has other files named {', '.join(both[:8])}, which cannot be moved "
-            "aside in a bucket. Export under another name, or delete them first"
-        )
     return [f"{model.folder}/{name}" for name in old]
 
 
@@ -214,7 +208,7 @@ def _write_files(
                 index.write(0, _index_of([*shards], headers))
                 index.finish()
             source.check()
-            large.publish(_check_free(model, [*shards], overwrite))
+            large.publish(_check_free(model, overwrite))
     except FileExistsError as error:
         raise StepExists(f"{error.filename} was created during the export") from error
     return model.file if len(shards) == 1 else model.index

@@ -307,7 +307,7 @@ def _read(
                 source, copied = sources[part.leaf], copies[part.leaf]
                 yield part, _copied_values(values, source, copied, saved.path)
                 del values  # so that its memory is free before the next part is read
-    except CorruptCheckpoint:
+    except (CorruptCheckpoint, FileNotFoundError):
         check_current(saved.found)  # it may have been replaced, which is not damage
         raise
 

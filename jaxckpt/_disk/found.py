@@ -229,7 +229,8 @@ def is_current(found: Found) -> bool:
 
 def _are_unchanged(storage: Storage, stamps: Mapping[str, object]) -> bool:
     try:
-        return all(stamp(storage, file) == seen for file, seen in stamps.items())
+        now_ = together(storage, [partial(stamp, storage, file) for file in stamps])
+        return now_ == [*stamps.values()]
     except (FileNotFoundError, NotADirectoryError):
         return False
 

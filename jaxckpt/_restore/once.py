@@ -317,7 +317,7 @@ def _read_bytes(item: Item, plan: LeafPlan) -> int:
 
 def _described(item: Item, carriers: Sequence[Carrier], request: RestoreRequest) -> str:
     """Returns a digest of everything that must be alike in all processes."""
-    facts: list[object] = [item.found.origin, item.found.part]
+    facts: list[object] = [item.found.origin, item.found.part, item.found.stamps]
     facts += [request.budget_bytes, request.read_once]
     meshes: dict[Any, None] = {}
     for one in carriers:

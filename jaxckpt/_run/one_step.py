@@ -21,15 +21,15 @@ from jaxckpt.format import names
 def pin(leases: Leases, number: int) -> None:
     """Keeps a step regardless of the policy."""
     storage, path = leases.index.storage, leases.index.check_step(number)
+    gone = CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
     try:
         storage.write(f"{path}/{names.PINNED}", b"")
-    except FileNotFoundError:
-        if leases.is_staying(posixpath.basename(path)):  # else it was deleted just now
-            raise
+    except FileNotFoundError as error:
+        raise gone from error
     # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
     if not leases.is_staying(posixpath.basename(path)):
         storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may
-        raise CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
+        raise gone
 
 
 def unpin(leases: Leases, number: int) -> None:

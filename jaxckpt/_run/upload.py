@@ -72,7 +72,8 @@ def missing_steps(source: StepIndex, target: StepIndex) -> tuple[list[int], list
     odd = {n for n, name in listing.steps.items() if listing.entries[name].kind != "dir"}
     steps = sorted((there | odd) - besides, reverse=True)
     whole = [step for step in steps if step not in odd and source.is_whole(step)]
-    return whole, [step for step in steps if step not in whole]
+    now_ = source.listing().steps  # a job may have deleted some
+    return whole, [step for step in steps if step not in whole and step in now_]
 
 
 def upload(

@@ -340,7 +340,7 @@ def _paths(saves: SaveQueue) -> str:
 
 
 def _report(error: BaseException) -> None:
-    for text in (text_of(error), *getattr(error, "__notes__", ())[1:]):
+    for text in (text_of(error), *getattr(error, "__notes__", ())):
         _say(text)
 
 

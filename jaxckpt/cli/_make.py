@@ -184,7 +184,7 @@ def upload(
     from jaxckpt.storage import locate
 
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
-    if not steps and not source.present():
+    if not steps and not source.steps():
         raise CheckpointNotFound(f"{source.root} {source.emptiness()}: nothing can be uploaded")
     for step in steps:
         source.check_there(step)  # before DST is made

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Final
 
 from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
@@ -33,7 +34,7 @@ LENGTH_BYTES: Final = 8
 # The limit of the reference implementation.
 MAX_HEADER_BYTES: Final = 100_000_000
 _METADATA: Final = "__metadata__"
-_SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}")
+_SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(-\d+)?")
 
 # The safetensors name of each dtype.
 WORDS: Final[Mapping[str, str]] = {
@@ -118,16 +119,18 @@ def name_problems(names: Iterable[str]) -> list[str]:
     return [f"  {name!r} cannot name a tensor" for name in names if name in ("", _METADATA)]
 
 
-def shard_names(stem: str, count: int) -> list[str]:
-    """Returns the file names of a model in `count` parts.
+def shard_names(stem: str, parts: int, taken: Collection[str] = ()) -> list[str]:
+    """Returns the file names of a model in several parts; they have a number if some are taken.
 
     Example:
-        >>> shard_names("model", 2)
-        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+        >>> shard_names("model", 2, ["model-00001-of-00002.safetensors"])
+        ['model-00001-of-00002-2.safetensors', 'model-00002-of-00002-2.safetensors']
     """
-    if count == 1:
+    if parts == 1:
         return [stem + SUFFIX]
-    return [f"{stem}-{i:05}-of-{count:05}{SUFFIX}" for i in range(1, count + 1)]
+    ends = chain([SUFFIX], (f"-{n}{SUFFIX}" for n in count(2)))
+    all_ = ([f"{stem}-{i:05}-of-{parts:05}{end}" for i in range(1, parts + 1)] for end in ends)
+    return next(names for names in all_ if not {*names}.intersection(taken))
 
 
 def is_shard(name: str, stem: str) -> bool:

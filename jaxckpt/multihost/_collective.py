@@ -219,11 +219,8 @@ def disagreement(
 
 
 def text_of(error: BaseException | None) -> str | None:
-    """Returns the class and the message of an error, as reported, and what was added first."""
-    if error is None:
-        return None
-    noted = "".join(f" ({note})" for note in getattr(error, "__notes__", ())[:1])
-    return f"{type(error).__name__}: {error}{noted}"
+    """Returns the class and the message of an error, as reported."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def raise_first(errors: list[BaseException]) -> None:

@@ -3,11 +3,8 @@
 1. lock `.jaxckpt-export-<token>`                             a lock nobody holds
 2. create `.jaxckpt-export-<token>-<n>`, write the pieces     the same, and temporary files
 3. `finish`: fsync it                                         the same, one of them complete
-4. `publish`: rename the old files to such names              the same
-   rename each, fsync the parent                              the file; the rest as before
-5. remove the old files, and the lock                         the files
-
-An error in 4 undoes it. A single file replaces another in one step.
+4. `publish`: rename it, fsync the parent                     the file; the rest as before
+5. remove the lock                                            the files
 
 The next `LargeFiles` in the directory removes what a crash left: all whose lock nobody holds.
 
@@ -62,11 +59,7 @@ class UploadedFiles:
         return self._files[path]
 
     def publish(self, old: Sequence[str]) -> None:
-        """Uploads the files in place of old ones, of which only the last has the name of a new one.
-
-        Raises:
-            FileExistsError: a name is taken.
-        """
+        """Uploads the files in place of old ones; see `LargeFiles.publish`."""
         for path in self._files:
             if path not in old and self._storage.kind(path) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -82,8 +75,7 @@ class UploadedFiles:
                 with contextlib.suppress(OSError):
                     self._storage.delete_files(sent)
             raise
-        for path in old:  # the index first
-            self._storage.delete_files([path] if path not in self._files else [])
+        _remove_old(self._storage, [path for path in old if path not in self._files])
 
     def __enter__(self) -> Self:
         return self
@@ -120,33 +112,25 @@ class LargeFiles:
         return self._files[-1]
 
     def publish(self, old: Sequence[str]) -> None:
-        """Gives the files their names, in place of old files, which are back after an error.
+        """Gives the files their names, and removes the old files; the last may replace one of them.
+
+        An error leaves the old files, and of the new files all or none.
 
         Raises:
             FileExistsError: a name is taken.
         """
-        if [*old] == [file.path for file in self._files]:
-            self._files[0].publish(replace=True)
-            return
-        aside = {path: f"{self._lock}-{n}" for n, path in enumerate(old, len(self._files))}
+        *others, last = self._files
         try:
-            for path, temporary in aside.items():
-                with _about(path):
-                    os.rename(path, temporary)
-            for file in self._files:
+            for file in others:
                 file.publish(replace=False)
+            last.publish(replace=last.path in old)
         except BaseException:
-            for file in self._files:
-                file.withdraw()
-            for path, temporary in aside.items():
-                with contextlib.suppress(FileNotFoundError):  # not yet moved
-                    os.rename(temporary, path)
+            if not last.is_published():
+                for file in others:
+                    file.withdraw()
             raise
-        for temporary in aside.values():
-            try:
-                os.unlink(temporary)
-            except OSError as error:
-                _logger.warning("%s stays until the next export: %s", temporary, error)
+        files = [file.path for file in self._files]
+        _remove_old(LocalStorage(), [path for path in old if path not in files])
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +142,14 @@ class LargeFiles:
             os.unlink(self._lock)
         if self._hold is not None:
             self._hold.release()
+
+
+def _remove_old(storage: Storage, paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            storage.delete_files([path])
+        except OSError as error:
+            _logger.warning("%s, of the model before, stays: %s", path, error)
 
 
 def _take_lock(folder: str) -> tuple[str, Hold | None]:
@@ -202,10 +194,10 @@ class LargeFile:
     def __init__(self, path: str, temporary: str) -> None:
         self.path = path
         self.temporary = temporary
-        self._is_published = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _about(path):
             self._fd: int | None = os.open(self.temporary, flags, 0o666)
+            self._status = os.fstat(self._fd)
 
     def write(self, offset: int, data: Any) -> None:  # whatever has the buffer protocol
         """Writes bytes at an offset."""
@@ -230,15 +222,19 @@ class LargeFile:
         """Gives the file its name, durably; raises `FileExistsError` if the name is taken."""
         self.finish()
         with _about(self.path):
-            self._is_published = True  # unless its name was taken
-            self._is_published = _publish(self.temporary, self.path, replace=replace)
-            if not self._is_published:
+            if not _publish(self.temporary, self.path, replace=replace):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    def withdraw(self) -> None:
-        """Removes the file if it may have got its name. Never raises."""
+    def is_published(self) -> bool:
+        """Returns whether the file has its name, also after an error of `publish`."""
         with contextlib.suppress(OSError):
-            if self._is_published:
+            return os.path.samestat(os.lstat(self.path), self._status)
+        return False
+
+    def withdraw(self) -> None:
+        """Removes the file if it has its name. Never raises."""
+        with contextlib.suppress(OSError):
+            if self.is_published():
                 os.unlink(self.path)
 
     def discard(self) -> None:

@@ -48,7 +48,8 @@ from jaxckpt.errors import StoreError
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, locate
-from jaxckpt.storage._large import LargeFile, LargeFiles
+from jaxckpt.storage._large import LargeFile, LargeFiles, UploadedFiles
+from jaxckpt.testing import FailingStorage
 from tests.strategies import random_bits, same
 from tests.test_hops import hops_of
 from tests.twins import watched
@@ -308,8 +309,8 @@ def test_an_export_replaces_nothing_unasked(saved, tmp_path):
     assert (tmp_path / "out" / "model-of-mine.safetensors").read_text() == "stays"
 
 
-def test_the_old_files_are_back_after_an_error(saved, tmp_path):
-    """One whose shards have names that are too long; several, of which some have their new ones."""
+def test_the_old_files_stay_after_an_error(saved, tmp_path):
+    """Of one file whose shards have names that are too long; of several, and none of the new."""
     one, folder = tmp_path / f"{'n' * 240}.safetensors", tmp_path / "out"
     jaxckpt.export_safetensors(saved, one)
     data = one.read_bytes()
@@ -319,7 +320,7 @@ def test_the_old_files_are_back_after_an_error(saved, tmp_path):
     with pytest.raises(OSError, match="too long"):
         jaxckpt.export_safetensors(saved, one, max_shard_bytes=250, overwrite=True)
     with LargeFiles(str(folder)) as files:
-        for name in (*before, "new", "n" * 256):
+        for name in ("new", "another", "n" * 256):
             files.new(f"{folder}/{name}").write(0, b"new")
         with pytest.raises(OSError, match="too long"):
             files.publish([f"{folder}/{name}" for name in before])
@@ -330,26 +331,42 @@ def test_the_old_files_are_back_after_an_error(saved, tmp_path):
     assert jax.tree.leaves(jaxckpt.restore(top))
 
 
-def test_shards_in_a_bucket_replace_none_of_the_same_name(saved):
-    """Those could not be put back; other names replace a model, and an error leaves it."""
-    path = "memory://shards/model.safetensors"
-    jaxckpt.export_safetensors(saved, path, max_shard_bytes=250)
-    storage, folder = locate("memory://shards")
+def test_an_export_removes_no_file_of_another(saved, tmp_path):
+    """That got the name first, and whose writer has said that it is whole."""
+    with LargeFiles(str(tmp_path)) as files:
+        for name in ("first", "second"):
+            files.new(f"{tmp_path}/{name}").write(0, b"mine")
+        (tmp_path / "first").write_bytes(b"theirs")
+        with pytest.raises(FileExistsError):
+            files.publish([])
 
-    def contents():
-        files = storage.files(folder)
-        return {file: storage.read(f"{folder}/{file}", max_bytes=1 << 20) for file in files}
+    assert sorted(os.listdir(tmp_path)) == ["first", "saved"]
+    assert (tmp_path / "first").read_bytes() == b"theirs"
 
-    before = contents()
 
-    with pytest.raises(UnsupportedFormat, match="under another name, or delete them"):
-        jaxckpt.export_safetensors(saved, path, max_shard_bytes=250, overwrite=True)
-    assert contents() == before
-    for most, count in [(1, 1), (None, 0)]:
-        jaxckpt.export_safetensors(saved, path, max_shard_bytes=most, overwrite=True)
-        left = storage.files(folder)
-        assert len([file for file in left if file.endswith(".json")]) == count
-        assert len(left) > 4 if count else [*left] == ["model.safetensors"]
+@pytest.mark.parametrize("first", [None, 250])
+@pytest.mark.parametrize("failing", [0, 1, -1])
+def test_an_error_in_a_bucket_leaves_the_old_model(saved, first, failing):
+    """Whichever object cannot be written; the next export has names that are free."""
+    folder = f"memory://failing-{uuid.uuid4().hex}"
+    path = f"{folder}/model.safetensors"
+    top = jaxckpt.export_safetensors(saved, path, max_shard_bytes=first)
+    storage, root = locate(folder)
+    before, wanted = [*storage.files(root)], jaxckpt.restore(top)
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with UploadedFiles(FailingStorage(storage, failing % 3, full)) as files:
+        for name in ("m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", "m.json"):
+            files.new(f"{root}/{name}").write(0, b"new")
+        with pytest.raises(OSError, match="No space left"):
+            files.publish([f"{root}/{name}" for name in before])
+    left = {*storage.files(root)} - {*before}
+
+    assert len(left) == (2 if failing == -1 else 0)
+    assert same(jaxckpt.restore(top), wanted)
+    again = jaxckpt.export_safetensors(saved, path, max_shard_bytes=250, overwrite=True)
+    assert same(jaxckpt.restore(again), wanted)
+    assert {*storage.files(root)}.isdisjoint(before) == (first is None)
 
 
 def test_an_export_into_a_checkpoint_is_refused(saved):
