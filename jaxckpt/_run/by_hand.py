@@ -42,8 +42,7 @@ class ByHand:
                 raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
 
         def delete(root: Root) -> None:
-            if not root.index.is_committed(step):  # else `check` has just listed it
-                root.index.check_step(step)
+            root.index.check_step(step)
             root.owner.fence()
             if item is not None:
                 one_step.delete_item(root.deletion, step, item)
