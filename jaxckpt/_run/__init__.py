@@ -54,7 +54,7 @@ A local tier in front of the directory:
 
 Calls on a whole run:
 
-    scrub        every step verified, damaged steps set aside
+    scrub        a step verified, and damaged steps set aside
     heal         a copy mended from another
     fork         a run that begins with a step of another
 """

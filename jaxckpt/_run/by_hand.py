@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,11 @@ from jaxckpt._run import one_step
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
 from jaxckpt._run.saver import Saver
-from jaxckpt._run.scrub import scrub
+from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.multihost import Json, Processes, lead
-from jaxckpt.types import VerifyReport
+from jaxckpt.types import Problem, VerifyReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,7 @@ class ByHand:
         """Verifies all steps of each root, mends what another has, and sets the rest aside."""
         reports: dict[int, VerifyReport] = {}
         for root in self.roots:
-            found = scrub(
-                root.deletion,
-                root.group.mates,
-                writes=self.writes,
-                timeout_s=self.timeout_s,
-                mend=partial(self._mend, root),
-                mend_part=partial(self.roots[0].mend_part, root),
-            )
+            found = self._scrub(root)
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
         bad = not all(report.ok for report in reports.values())  # maybe on this disk only
@@ -72,6 +65,51 @@ class ByHand:
         if self.writes and self.processes.gather(name, bad, any, timeout_s=limit_s):
             self.go_back()  # some were set aside
         return reports
+
+    def _scrub(self, root: Root) -> dict[int, VerifyReport]:
+        """Verifies the steps of a root; mends damaged steps, or else sets them aside."""
+        mates, name = root.group.mates, f"manager {root.index.root}/scrub"
+        limits: Any = {"where": root.index.root, "timeout_s": self.timeout_s}
+        numbers: list[int] = lead(mates, name, root.index.present, **limits)
+        reports = self._verify(root, numbers, name)
+        if self.writes and not all(report.ok for report in reports.values()):
+            for number, report in reports.items():
+                if report.damaged:
+                    self.roots[0].mend_part(root, number)
+            mates.barrier(f"{name} mended", timeout_s=self.timeout_s)
+            settle = partial(self._settle, root, reports)
+            for number in lead(mates, f"{name} done", settle, **limits):
+                reports[number] = replace(reports[number], problems=())
+        return reports
+
+    def _verify(self, root: Root, numbers: Sequence[int], name: str) -> dict[int, VerifyReport]:
+        """Verifies steps, divided among the processes; returns all reports to each process."""
+        mates, reports = root.group.mates, dict[int, VerifyReport]()
+        for start in range(0, len(numbers), mates.count):
+            together = numbers[start : start + mates.count]
+            mine = together[mates.index : mates.index + 1]
+            reports_here = [look(root.leases, number) for number in mine]
+            looked: Any = [one and asdict(one) for one in reports_here]
+            gathered = mates.gather(f"{name} of {start}", looked, timeout_s=self.timeout_s)
+            for number, of_process in zip(together, gathered, strict=False):
+                if of_process[0] is not None:
+                    reports[number] = _decode(of_process[0])
+        return reports
+
+    def _settle(self, root: Root, reports: dict[int, VerifyReport]) -> list[int]:
+        """Mends steps in process 0, and sets the others aside; returns the mended.
+
+        If all steps are damaged, all stay: the run must not come to look like a new one.
+        """
+        damaged = [number for number, report in reports.items() if report.damaged]
+        mended = [number for number in damaged if self._mend(root, number)]
+        # Other processes may have mended some, and a file of a mended step may be in others.
+        again = (n for n in damaged if n not in mended)
+        mended += [n for n in again if (one := look(root.leases, n)) and one.ok]
+        left = {n: report for n, report in reports.items() if n not in mended}
+        if mended or any(report.ok for report in reports.values()):
+            set_aside(root.deletion, left)
+        return mended
 
     def newest(self) -> int | None:
         """Returns the newest step of the roots, as process 0 finds it."""
@@ -146,3 +184,9 @@ def _in_each(roots: Sequence[Root], do: Callable[[Root], object]) -> str:
         except CheckpointNotFound as error:
             lacks.append(str(error))
     return lacks[-1] if len(lacks) == len(roots) else ""
+
+
+def _decode(encoded: Any) -> VerifyReport:  # JSON
+    problems = tuple(Problem(**problem) for problem in encoded["problems"])
+    unchecked = tuple(encoded["unchecked"])
+    return VerifyReport(**{**encoded, "problems": problems, "unchecked": unchecked})
