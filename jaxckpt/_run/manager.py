@@ -46,6 +46,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import DURABLE, LOCAL, Root
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt._run.taking import Given
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
@@ -294,15 +295,10 @@ class CheckpointManager:
             self._index.report(f"{self.directory} is open with mode='r', so nothing is saved")
         check_type("save", "items", items, Mapping | None, "a dict of values by name")
         check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")
-        return self._saver.save(
-            as_step("save(step, state)", step),
-            state,
-            dict(items or {}),
-            metrics,
-            dtype=None if dtype is None else floating(dtype),
-            force=force,
-            custom_metadata=custom_metadata,
-        )
+        step, items = as_step("save(step, state)", step), dict(items or {})
+        dtype_name = None if dtype is None else floating(dtype)
+        given = Given(step, state, items, metrics, dtype_name, custom_metadata)
+        return self._saver.save(given, force=force)
 
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.

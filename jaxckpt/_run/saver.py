@@ -217,18 +217,8 @@ class Saver:
 
     # --- in the caller's thread ------------------------------------------------------------------
 
-    def save(
-        self,
-        step: int,
-        state: object,
-        items: Mapping[str, object],
-        metrics: Mapping[str, Any] | None,
-        *,
-        dtype: str | None,
-        force: bool,
-        custom_metadata: Mapping[str, Any] | None,
-    ) -> SaveHandle | None:
-        entered_s = time.monotonic()
+    def save(self, given: Given, *, force: bool) -> SaveHandle | None:
+        entered_s, step = time.monotonic(), given.step
         decision = self.decide(step, force=force)
         if decision.save and not self.position.is_owned:
             self.position.join(step)
@@ -246,7 +236,6 @@ class Saver:
         meter.waited()
         name = f"manager {self.session}/{next(self._numbers)}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
-        given = Given(step, state, items, metrics, dtype, custom_metadata)
         meter.watch(display(self._options.on_progress, self._processes.index))
         try:
             problem = self._problem_of(partial(self._check_and_take, given, meter, errors))
