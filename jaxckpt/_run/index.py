@@ -6,7 +6,6 @@ only directories and small files, never arrays, and does not import jax.
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import looks_committed, read_facts, read_record
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
-from jaxckpt._run.listing import ListedRoot, Listing, guess_naming, shown
+from jaxckpt._run.listing import ListedRoot, Listing, shown
 from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import (
     CheckpointError,
@@ -27,12 +26,10 @@ from jaxckpt.errors import (
     is_io_failure,
 )
 from jaxckpt.format import names, run
-from jaxckpt.format.run import StepNames
+from jaxckpt.format.run import StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, listed, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
-
-_logger = logging.getLogger("jaxckpt")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -92,11 +89,42 @@ class StepIndex(ListedRoot):
             self._guess(entries, is_writer=True)
 
     def _guess(self, entries: Mapping[str, Entry], *, is_writer: bool = False) -> StepNames:
+        """Guesses the naming of the steps, and keeps it if there are any.
+
+        Args:
+            is_writer: Whether a step will be saved there; then a doubt is an error.
+        """
+
         def counts(name: str) -> bool:
             return self.state_of(name, entries[name]) in ("committed", "unreadable")
 
-        self.naming = guess_naming(self, entries, counts, is_writer=is_writer)
+        directories = [name for name, entry in entries.items() if entry.kind == "dir"]
+        guesses = guess_names(directories, counts, self._is_copy)
+        if len(guesses) > 1:
+            alike = shown([naming.of(7) for naming in guesses])
+            # In plain names, a run without any would look new.
+            guesses = [n for n in guesses if n == StepNames()] or guesses[:1]
+            problem = (
+                f"{self.root} has steps of several naming schemes; step 7 would be {alike}. Choose "
+                "one with step_prefix and step_digits of CheckpointManager, or move the steps of "
+                "the others elsewhere."
+            )
+            if is_writer and guesses != [StepNames()]:
+                raise ValueError(problem)
+            self.report(f"{problem} Until then, it is {guesses[0].of(7)}.")
+        self.naming = guesses[0] if guesses else None
         return self.naming or StepNames()
+
+    def _is_copy(self, name: str) -> bool:
+        """Returns whether a step was saved under another name; then its name shows no scheme."""
+        path, view = f"{self.root}/{name}", self.view(name)
+        try:
+            record = read_record(view, path, view.entries(path)).record
+        except (CheckpointError, OSError) as error:
+            if is_io_failure(error) and not isinstance(error, PermissionError):
+                raise
+            return False
+        return record is not None and record.name not in ("", name)
 
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it."""

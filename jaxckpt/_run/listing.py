@@ -15,15 +15,15 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-from jaxckpt._disk.find import neighbours, read_record
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
+from jaxckpt._disk.find import neighbours
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Owner, RootFile, StepNames, guess_names
+from jaxckpt.format.run import Owner, RootFile, StepNames
 from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, locate
 
 _logger = logging.getLogger("jaxckpt")
@@ -175,51 +175,6 @@ class ListedRoot:
     def emptiness(self) -> str:
         """Describes a root without steps, as the end of a sentence about it."""
         return "does not exist" if self.storage.kind(self.root) is None else "has no committed step"
-
-
-def guess_naming(
-    root: ListedRoot,
-    entries: Mapping[str, Entry],
-    counts: Callable[[str], bool],
-    *,
-    is_writer: bool,
-) -> StepNames | None:
-    """Returns the naming of the steps in a root; None if it has none.
-
-    Args:
-        counts: Whether an entry is a step.
-        is_writer: Whether a step will be saved there.
-
-    Raises:
-        ValueError: a writer would have to choose, and none of several namings is plain.
-    """
-    directories = [name for name, entry in entries.items() if entry.kind == "dir"]
-    guesses = guess_names(directories, counts, lambda name: _is_copy(root, name))
-    if len(guesses) > 1:
-        alike = shown([naming.of(7) for naming in guesses])
-        # In plain names, a run without any would look new.
-        guesses = [n for n in guesses if n == StepNames()] or guesses[:1]
-        problem = (
-            f"{root.root} has steps of several naming schemes; step 7 would be {alike}. Choose "
-            "one with step_prefix and step_digits of CheckpointManager, or move the steps of the "
-            "others elsewhere."
-        )
-        if is_writer and guesses != [StepNames()]:
-            raise ValueError(problem)
-        root.report(f"{problem} Until then, it is {guesses[0].of(7)}.")
-    return guesses[0] if guesses else None
-
-
-def _is_copy(root: ListedRoot, name: str) -> bool:
-    """Returns whether a step was saved under another name; then its name shows no scheme."""
-    path, view = f"{root.root}/{name}", root.view(name)
-    try:
-        record = read_record(view, path, view.entries(path)).record
-    except (CheckpointError, OSError) as error:
-        if is_io_failure(error) and not isinstance(error, PermissionError):
-            raise
-        return False
-    return record is not None and record.name not in ("", name)
 
 
 def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:
