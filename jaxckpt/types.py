@@ -247,7 +247,7 @@ class Problem:
     """
 
     file: str | None
-    leaf: str | None
+    leaf: str | None = None
     message: str
     unreadable: bool = False
 
@@ -265,11 +265,11 @@ class VerifyReport:
     """
 
     path: str
-    problems: tuple[Problem, ...]
-    unchecked: tuple[str, ...]
-    files: int
-    leaves: int
-    size_bytes: int
+    problems: tuple[Problem, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    files: int = 0
+    leaves: int = 0
+    size_bytes: int = 0
 
     @property
     def ok(self) -> bool:

@@ -60,8 +60,7 @@ def verify_in(storage: Storage, where: str) -> VerifyReport:
     except CheckpointNotFound:
         raise
     except OSError as error:
-        bad = (_problem(error),)
-        return VerifyReport(path=where, problems=bad, unchecked=(), files=0, leaves=0, size_bytes=0)
+        return VerifyReport(path=where, problems=(_problem(error),))
 
 
 def _verify(found: Found) -> VerifyReport:
@@ -111,13 +110,11 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
         unchecked.append(f"{found.path}: no {names.RECORD}: its metadata has no checksums")
         for file in [f"{found.path}/{name}" for name in lost_trees(found)]:
             message = f"{file} is missing, but {names.CHECKPOINT_METADATA} lists it"
-            problems.append(Problem(file=file, leaf=None, message=message, unreadable=True))
+            problems.append(Problem(file=file, message=message, unreadable=True))
         return 0
     for item in found.removed:
         file = f"{found.path}/{item}"
-        problems.append(
-            Problem(file=file, leaf=None, message=found.was_removed(item), unreadable=True)
-        )
+        problems.append(Problem(file=file, message=found.was_removed(item), unreadable=True))
     for name, facts in present_files(found).items():
         try:
             message = _file_problem(found, name, facts)
@@ -125,7 +122,7 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
             problems.append(_problem(error))
         else:
             if message is not None:
-                problems.append(Problem(file=f"{found.path}/{name}", leaf=None, message=message))
+                problems.append(Problem(file=f"{found.path}/{name}", message=message))
     known = {*found.record.files, *names.OF_COPY}
     try:
         unchecked += [

@@ -19,8 +19,8 @@ def look(leases: Leases, number: int) -> VerifyReport | None:
                 report = _verify(leases.index, number)
     except OSError as error:  # even its directory is unreadable; verify the other steps
         path, unreadable = leases.index.path(number), is_io_failure(error)
-        problem = Problem(file=path, leaf=None, message=str(error), unreadable=unreadable)
-        report = _bad(path, problem)
+        problem = Problem(file=path, message=str(error), unreadable=unreadable)
+        report = VerifyReport(path=path, problems=(problem,))
     return report
 
 
@@ -28,17 +28,11 @@ def _verify(index: StepIndex, number: int) -> VerifyReport | None:
     path = index.path(number)
     if (file := index.missing_file(number)) is not None:
         message = f"{file} is missing: the step is incomplete"
-        return _bad(path, Problem(file=file, leaf=None, message=message))
+        return VerifyReport(path=path, problems=(Problem(file=file, message=message),))
     try:
         return verify_in(index.storage, path)
     except CheckpointNotFound:
         return None
-
-
-def _bad(path: str, problem: Problem) -> VerifyReport:
-    return VerifyReport(
-        path=path, problems=(problem,), unchecked=(), files=0, leaves=0, size_bytes=0
-    )
 
 
 def set_aside(deletion: Deletion, reports: dict[int, VerifyReport]) -> None:
