@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -181,8 +181,11 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
             problems.append(_problem(error))
 
     try:
-        reads = _reads if item.found.part is None else _reads_here
-        for some in in_turns(item, reads(item, bad)):
+        reads = _reads(item, bad)
+        if item.found.part is not None:
+            here = reads_here(item, keys_here(item))
+            reads = (read for _, read in here if read.leaf.text not in bad)
+        for some in in_turns(item, reads):
             size += sum(read.total_bytes for read in some)
             for _ in read_leaves(item, some, budget_bytes=_BUDGET_BYTES, failed=failed):
                 pass
@@ -208,15 +211,13 @@ def _reads(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
                 yield LeafRead(leaf=leaf, boxes=(piece.box,), dtype=dtype)
 
 
-def _reads_here(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
-    """Yields reads of the chunks that a share has."""
-    there = keys_here(item)
-    for leaf in item.tree.leaves:
-        if not leaf.has_array:
-            continue
+def reads_here(item: Item, keys: Container[str]) -> Iterator[tuple[str, LeafRead]]:
+    """Yields the chunks of an item that have one of these keys, each with a read of it alone."""
+    for leaf in [leaf for leaf in item.tree.leaves if leaf.has_array]:
+        dtype = dtype_of(leaf.array.dtype)
         for index, box in tile(whole(leaf.array.shape), leaf.array.chunk_shape):
-            if leaf.prefix + chunk_key(index) in there and leaf.text not in bad:
-                yield LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
+            if (key := leaf.prefix + chunk_key(index)) in keys:
+                yield key, LeafRead(leaf=leaf, boxes=(box,), dtype=dtype)
 
 
 def _problem(error: Exception) -> Problem:

@@ -7,27 +7,25 @@ entry      a chunk, or a file of one process, with the checksums to record of it
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from jaxckpt._core.box import Box, tile, whole
-from jaxckpt._disk.checksums import starts_of, units_in
+from jaxckpt._disk.checksums import units_by_key
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.found import Found, Wanted
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table
 from jaxckpt._disk.reader import keys_here, read_leaves
+from jaxckpt._inspect.verify import reads_here
 from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.format import names
-from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_leaves
 from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
-from jaxckpt.format.tree import Leaf
 from jaxckpt.storage import Storage
 from jaxckpt.storage._values import read_place
 
@@ -138,11 +136,12 @@ class Disk:
         found: dict[Wanted, Entry] = {}
         for name, item in self.items.items():
             there = keys_here(item)
-            chunks = dict(_chunks(item, {k for one, k in wanted if one == name and k in there}))
+            keys = [key for key in there if (name, key) in wanted]
+            units = {key: some for key, _, some in units_by_key(item.tree.leaves, keys)}
             sums = np.frombuffer(self.found.read(item.path, names.CHUNK_SUMS), "<u4")
-            for key in _good(item, chunks, budget_bytes, failed) if budget_bytes else chunks:
-                units = chunks[key].units
-                found[name, key] = Entry(item.path, there[key], units, sums[units].tolist())
+            for key in _good(item, units, budget_bytes, failed) if budget_bytes else units:
+                mine = units[key]
+                found[name, key] = Entry(item.path, there[key], mine, sums[mine].tolist())
         recorded = self.found.recorded(self.found.path)
         for name, file in wanted:
             if name is None and file in recorded:
@@ -158,25 +157,7 @@ def read_entry(storage: Storage, entry: Entry) -> bytes:
     return value + np.array([entry.units, entry.sums], "<u4").tobytes()
 
 
-class _Chunk(NamedTuple):
-    leaf: Leaf
-    box: Box
-    units: Sequence[int]
-
-
-def _chunks(item: Item, keys: AbstractSet[str]) -> Iterator[tuple[str, _Chunk]]:
-    leaves = [leaf for leaf in item.tree.leaves if leaf.has_array]
-    starts = starts_of([leaf.array for leaf in leaves])
-    for leaf, start in zip(leaves, starts, strict=False):
-        for index, box in tile(whole(leaf.array.shape), leaf.array.chunk_shape):
-            if (key := leaf.prefix + chunk_key(index)) in keys:
-                units = [start + unit for unit in units_in(leaf.array, index)]
-                yield key, _Chunk(leaf, box, units)
-
-
-def _good(
-    item: Item, chunks: Mapping[str, _Chunk], budget_bytes: int, failed: _Failed
-) -> list[str]:
+def _good(item: Item, keys: Container[str], budget_bytes: int, failed: _Failed) -> list[str]:
     """Reads some chunks; returns the keys of those that are as they were written."""
     reads, bad = {}, set[int]()
 
@@ -184,10 +165,9 @@ def _good(
         bad.add(id(read))
         failed(read, error)
 
-    for key, (leaf, box, _) in chunks.items():
+    for key, read in reads_here(item, keys):
         # A leaf of its own for each: the first error of a leaf counts for all its reads.
-        dtype = dtype_of(leaf.array.dtype)
-        reads[key] = LeafRead(leaf=replace(leaf), boxes=(box,), dtype=dtype)
+        reads[key] = replace(read, leaf=replace(read.leaf))
     given = [*reads.values()]
     for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=note):
         pass
