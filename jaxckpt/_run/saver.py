@@ -147,7 +147,7 @@ class Saver:
     def close(self, why: str) -> list[BaseException]:
         """Ends the saves, then their uploads, and releases the run; returns their errors."""
         errors: list[BaseException] = []
-        saves = self.under_way()
+        saves = self.worker.under_way()
         for root in self._roots:
             try:
                 root.opening.end(why)
@@ -192,10 +192,10 @@ class Saver:
 
     def _saving(self) -> list[int]:
         """Returns the steps under way."""
-        return [one.step or 0 for one in self.under_way() if one.job.request.problem is None]
+        return [one.step or 0 for one in self.worker.under_way() if one.job.request.problem is None]
 
     def _is_busy(self) -> bool:
-        return not all(handle.done() for handle in self.under_way())
+        return not all(handle.done() for handle in self.worker.under_way())
 
     def _is_saved_for_preemption(self) -> bool:
         """Waits for the save for preemption; all processes retry a failed one."""
@@ -262,7 +262,8 @@ class Saver:
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)
         if problem is None and not self.incremental.link(given.taken, root, work):
-            problem = self._problem_of(lambda: self._taking.take(given, meter, self.under_way()))
+            taking = self._taking
+            problem = self._problem_of(lambda: taking.take(given, meter, self.worker.under_way()))
         self.comparisons.count(given.replicas)
         request = self._request(given, root, name, token, meter, problem=problem, skips=skips)
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
@@ -278,7 +279,7 @@ class Saver:
         self.position.check(given.step, self._saving())
         self.position.later = range(0)  # then nothing later is left
         given.custom_metadata = check_metadata(given.custom_metadata)
-        self._taking.take(given, meter, self.under_way())
+        self._taking.take(given, meter, self.worker.under_way())
 
     def _request(
         self, given: Given, root: Root, name: str, token: str, meter: Meter, **options: Any
@@ -330,7 +331,7 @@ class Saver:
 
     def _choose_root(self, tiers: Tiers, given: Given, name: str) -> tuple[Root, Upload | None]:
         """Returns where to save a step, and its upload from there if it goes to the directory."""
-        under_way = sum(handle.job.size_bytes for handle in self.under_way())
+        under_way = sum(handle.job.size_bytes for handle in self.worker.under_way())
         size_bytes = sum(item.size_bytes for item in given.taken) + under_way
         root = tiers.choose_root(size_bytes, name, self.position.floor)
         if root is not self._root:
@@ -351,10 +352,6 @@ class Saver:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    def under_way(self) -> list[SaveHandle]:
-        """Returns the saves that have not ended, including the work after their commits."""
-        return self.worker.under_way()
-
     def take_errors(self, waited_for: Sequence[SaveHandle] = ()) -> list[BaseException]:
         """Returns the errors of saves and uploads that this thread has not raised; see `Worker`."""
         errors = self.worker.take_errors(waited_for)
@@ -370,7 +367,7 @@ class Saver:
         these two. Both fit into the budget, if the new one is as large as the latest.
         """
         errors: list[BaseException] = []
-        budget_bytes, handles = self._options.budget_bytes, self.under_way()
+        budget_bytes, handles = self._options.budget_bytes, self.worker.under_way()
         size = self._latest.job.size_bytes if self._latest is not None else 0
         try:
             why = f" and leave no room for a second one in budget_bytes={budget_bytes}"
@@ -387,7 +384,7 @@ class Saver:
 
         Raises their errors in every thread that waits.
         """
-        handles = self.under_way()
+        handles = self.worker.under_way()
         self.worker.wait(handles, timeout_s)
         self.worker.settle(timeout_s)
         raise_first(self.take_errors(handles))

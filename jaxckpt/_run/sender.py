@@ -91,10 +91,6 @@ class Sender:
         """Returns how long an upload takes at the last upload's speed; None before the first."""
         return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
 
-    def note_committed(self, step: int) -> None:
-        """Records that a step is in the directory."""
-        self.newest = max(step, -1 if self.newest is None else self.newest)
-
     def go_back(self, newest: int | None) -> None:
         """Forgets the steps after `newest`, which are gone; an older upload may still follow it."""
         limit, both = -1 if newest is None else newest, (self.newest, self.newest_direct)

@@ -57,12 +57,7 @@ class Uploader:
         self._pause_s = 0.0
         self._is_stopped = False
         self._urgent: int | None = None  # the step for which others give way
-        self._report = sender.source.index.report
-
-    @property
-    def _root(self) -> str:
-        """Returns where the steps go."""
-        return self.sender.target.index.root
+        self._report, self._root = sender.source.index.report, sender.target.index.root
 
     # --- in the threads of the caller and of the saves -------------------------------------------
 
@@ -125,7 +120,8 @@ class Uploader:
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
         with self._lock:
-            self.sender.note_committed(one.step)
+            newest = self.sender.newest
+            self.sender.newest = one.step if newest is None else max(one.step, newest)
             self._end(one, None)
 
     def resume(self, step: int) -> None:

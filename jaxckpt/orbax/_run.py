@@ -94,7 +94,7 @@ class Run(Closing):
 
     def _judged(self) -> list[StepInfo]:
         """Returns the steps for the saving thread, which may be at work before `_count` is."""
-        saves = [] if self._writer is None else saver_of(self._writer).under_way()
+        saves = [] if self._writer is None else saver_of(self._writer).worker.under_way()
         late = {one.step for one in saves if one.step is not None and one.timing is not None}
         return [self._info(step) for step in sorted({*self._steps, *late})]
 

@@ -95,7 +95,7 @@ def manager_html(manager: CheckpointManager) -> str:
         >>> [word in html for word in ("newest", "last 2", "loss")]
         [True, True, True]
     """
-    pending = manager._saver.under_way()  # its own package; asking the manager may raise
+    pending = manager._saver.worker.under_way()  # its own package; asking the manager may raise
     try:
         run = overview(manager.directory)
     except CheckpointNotFound:

@@ -109,7 +109,7 @@ def ownership(storage, root):
 
 def end_saves(manager):
     """Waits until the saves under way have ended, and asks for no error of theirs."""
-    manager._saver.worker.wait(manager._saver.under_way(), 60)
+    manager._saver.worker.wait(manager._saver.worker.under_way(), 60)
 
 
 @pytest.fixture
@@ -483,7 +483,7 @@ def test_a_wait_raises_the_error_that_is_there_already(tmp_path):
             if processes.index == 1:
                 meet(processes)
                 manager.save(1, {"another": 1})
-                manager._saver.worker.wait(manager._saver.under_way())
+                manager._saver.worker.wait(manager._saver.worker.under_way())
                 manager._saver.take_errors()
                 return
             first = manager.save(1, {"n": 1})
