@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.attempt import Work
@@ -215,25 +215,7 @@ def _shares(values: Sequence[T]) -> list[Sequence[T]]:
     return [values[start:end] for start, end in pairwise(ends)]
 
 
-class SaveItem(Protocol):
-    """An item of a checkpoint, ready to be written."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def handler(self) -> str: ...
-    @property
-    def size_bytes(self) -> int: ...
-    def arrive(self) -> None: ...
-    def write(self, storage: Storage, work: Work, group: Group) -> None: ...
-    def part(self) -> bytes | None: ...
-    def said(self) -> Json: ...
-    def disagreement(self, said: Sequence[Any]) -> dict[int, str]: ...
-    def finish(
-        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
-    ) -> Finished: ...
-
-
+SaveItem = FileItem | TreeItem  # ready to be written
 # The files to write, by name in the item; and facts about files already written.
 Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
 
