@@ -13,7 +13,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -119,6 +119,7 @@ class _Waited(NamedTuple):
     spec: Mapping[str, Any] | ts.TensorStore
 
     def result(self) -> Any:
+        """Waits for the result; raises ValueError or OSError if the operation failed."""
         return _wait(self.pending, self.spec)
 
 
@@ -168,14 +169,6 @@ def in_memory() -> tuple[dict[str, Any], Keys]:
 
 
 # --- arrays ----------------------------------------------------------------------------------
-
-
-class Pending(Protocol):
-    """An operation running in TensorStore's threads."""
-
-    def result(self) -> Any:
-        """Waits for the result; raises ValueError or OSError if the operation failed."""
-        ...
 
 
 def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, Any]) -> bytes:
@@ -235,7 +228,7 @@ class Reader:
         *,
         fill_missing: bool,
         touches: Callable[[tuple[int, ...]], bool] | None = None,  # for `StagedReader`
-    ) -> Pending:
+    ) -> _Waited:
         """Starts to open an array; the result is for `read_into`."""
         array = ts.open(
             {
@@ -314,7 +307,7 @@ def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
 
 def read_into(
     array: ts.TensorStore, wheres: Sequence[tuple[slice, ...]], outs: Sequence[np.ndarray[Any, Any]]
-) -> list[Pending]:
+) -> list[_Waited]:
     """Starts to read parts of an array, each into an array of its shape and dtype.
 
     Uses one batch: a chunk that several parts need is read, checked and decoded once.

@@ -13,7 +13,7 @@ from typing import Any, Final
 from jaxckpt.format.names import ZARR2, ZARR3
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage._ahead import together
-from jaxckpt.storage._arrays import Keys, Pending, Reader, in_memory
+from jaxckpt.storage._arrays import Keys, Reader, in_memory
 from jaxckpt.storage._protocol import Storage
 from jaxckpt.storage._settings import kvstore
 from jaxckpt.storage._values import find_values, read_place
@@ -23,13 +23,6 @@ _LARGE_BYTES: Final = 64 << 20  # before its file's size is looked up
 _CHUNK: Final = re.compile(r"(?:c[/.]?)?((?:\d+[/.])*\d+)?")
 
 Touches = Callable[[tuple[int, ...]], bool]  # whether the chunk with an index is to be read
-
-
-def _memory(owner: object) -> tuple[dict[str, Any], Keys]:
-    """Returns a place in memory that lasts as long as its owner."""
-    spec, keys = in_memory()
-    weakref.finalize(owner, keys.clear).atexit = False
-    return spec, keys
 
 
 def open_reader(storage: Storage, path: str, *, database: bool) -> Reader | StagedReader:
@@ -77,7 +70,7 @@ class StagedReader:
             raise ValueError(f"{file} must have {end} bytes or more, got {there}")
         return read_place(self._storage, self._path, place)
 
-    def fetch(self, keys: Sequence[str], prefix: str, staged: Keys) -> None:
+    def _fetch(self, keys: Sequence[str], prefix: str, staged: Keys) -> None:
         """Copies values into memory, under their keys without a prefix."""
 
         def copy(key: str) -> None:
@@ -87,11 +80,11 @@ class StagedReader:
 
     def open(
         self, prefix: str, zarr_version: int, *, fill_missing: bool, touches: Touches
-    ) -> Pending:
+    ) -> _Fetched:
         first = bisect.bisect_left(self._keys, prefix)
         keys = takewhile(lambda key: key.startswith(prefix), islice(self._keys, first, None))
         wanted = [key for key in keys if _is_wanted(key.removeprefix(prefix), touches)]
-        return _Fetched(self, prefix, wanted, zarr_version, fill_missing)
+        return _Fetched(partial(self._fetch, wanted, prefix), zarr_version, fill_missing)
 
 
 def _is_wanted(name: str, touches: Touches) -> bool:
@@ -103,14 +96,12 @@ def _is_wanted(name: str, touches: Touches) -> bool:
 class _Fetched:
     """An array that is fetched when its result is asked for, and in memory while this exists."""
 
-    def __init__(
-        self, reader: StagedReader, prefix: str, keys: Sequence[str], version: int, fill: bool
-    ) -> None:
-        self._reader, self._prefix, self._names = reader, prefix, keys
-        self._version, self._fill = version, fill
-        self._spec, self._staged = _memory(self)
+    def __init__(self, fetch: Callable[[Keys], None], zarr_version: int, fill: bool) -> None:
+        self._fetch, self._version, self._fill = fetch, zarr_version, fill
+        self._spec, self._staged = in_memory()
+        weakref.finalize(self, self._staged.clear).atexit = False
 
     def result(self) -> Any:
-        self._reader.fetch(self._names, self._prefix, self._staged)
+        self._fetch(self._staged)
         opened = Reader(self._spec, database=False)
         return opened.open("", self._version, fill_missing=self._fill).result()
