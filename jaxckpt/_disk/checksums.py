@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -102,42 +102,34 @@ def decode(
 
 def stored_sums(
     reader: Any,  # a `Reader` of storage._arrays
-    chunks: Sequence[tuple[str, StoredArray, Sequence[int], Sequence[int] | None]],
+    leaf: Leaf,
+    chunks: Mapping[tuple[int, ...], Iterable[int]],
 ) -> list[list[int]]:
     """Reads the checksum stored at the end of each chunk, or of some of its inner chunks.
 
     Args:
-        chunks: The prefix of the array's keys, its storage layout, the index of the chunk, and
-            which of its inner chunks in C order; None for all.
+        chunks: By the index of the chunk, which of its inner chunks in C order.
 
     Raises:
         ValueError, OSError: a chunk is missing or too short, or cannot be read.
     """
-    tails = reader.values(
-        [
-            (prefix + chunk_key(index), slice(-_tail_bytes(of), None))
-            for prefix, of, index, _ in chunks
-        ]
-    )
+    stored = leaf.array
+    size = CRC_BYTES if stored.inner_shape is None else index_bytes(stored)
+    keys = [leaf.prefix + chunk_key(index) for index in chunks]
+    tails = reader.values([(key, slice(-size, None)) for key in keys])
     found = []
-    for (prefix, stored, index, inner), tail in zip(chunks, tails, strict=True):
-        key = prefix + chunk_key(index)
-        data = np.frombuffer(_sized(key, tail, _tail_bytes(stored)), np.uint8)
+    for key, inner, tail in zip(keys, chunks.values(), tails, strict=True):
+        data = np.frombuffer(_sized(key, tail, size), np.uint8)
         if stored.inner_shape is None:
             found.append(data.view(_SUM).tolist())
             continue
         try:
-            ends = [offset + size for offset, size in decode_index(data, _ANYWHERE)]
+            ends = [offset + n for offset, n in decode_index(data, _ANYWHERE)]
         except ValueError as error:
             raise ValueError(f'chunk "{key}": {error}') from error
-        wanted = ends if inner is None else [ends[i] for i in inner]
-        sums = reader.values([(key, slice(end - CRC_BYTES, end)) for end in wanted])
+        sums = reader.values([(key, slice(ends[i] - CRC_BYTES, ends[i])) for i in inner])
         found.append([int.from_bytes(_sized(key, one, CRC_BYTES), "little") for one in sums])
     return found
-
-
-def _tail_bytes(stored: StoredArray) -> int:
-    return CRC_BYTES if stored.inner_shape is None else index_bytes(stored)
 
 
 def _sized(key: str, data: bytes | None, size: int) -> bytes:

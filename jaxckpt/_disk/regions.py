@@ -176,9 +176,8 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
         index = tuple(map(operator.floordiv, plan.index, counts))
         within = int(np.ravel_multi_index(tuple(map(operator.mod, plan.index, counts)), counts))
         units.setdefault(index, {})[within] = int(recorded[plan.index])
-    asked = [(leaf.prefix, stored, index, tuple(inner)) for index, inner in units.items()]
-    for (_, _, index, _), found in zip(asked, stored_sums(reader, asked), strict=True):
-        if list(units[index].values()) != found:
+    for (index, inner), found in zip(units.items(), stored_sums(reader, leaf, units), strict=True):
+        if list(inner.values()) != found:
             raise another_chunk(leaf, leaf.prefix + chunk_key(index), item.path)
 
 
