@@ -42,11 +42,16 @@ def sources_of(
     values: Sequence[jax.Array | np.ndarray[Any, Any]],
     dtypes: Sequence[np.dtype[Any]],
     plan: SavePlan,
+    shares: Sequence[tuple[int, Chunks]],
 ) -> tuple[Shard, ...]:
-    """Returns the distinct shards of a plan's chunks, for arrays that are saved as `dtypes`."""
+    """Returns the distinct shards with some chunks, for arrays that are saved as `dtypes`.
+
+    Args:
+        shares: The chunks, by index of the array in the plan.
+    """
     alike: dict[int, list[tuple[Any, ...]]] = {}  # arrays with one `ArraySpec` share the chunks
     sources = []
-    for i, chunks in (*plan.shares, *plan.held_shares):
+    for i, chunks in shares:
         if id(chunks) not in alike:
             stored = dtype_of(plan.stored[i].dtype)
             alike[id(chunks)] = _sources(values[i], chunks, dtypes[i], stored)
@@ -54,22 +59,6 @@ def sources_of(
     if plan.held_shares:
         sources = {(one.array, one.shard): one for one in sources}.values()
     return tuple(sources)
-
-
-def whole_sources(
-    values: Sequence[jax.Array | np.ndarray[Any, Any]],
-    dtypes: Sequence[np.dtype[Any]],
-    plan: SavePlan,
-    arrays: Sequence[int],
-) -> tuple[Shard, ...]:
-    """Returns some arrays, by index, each as one shard: arrays that this process has whole."""
-    found = []
-    for i in arrays:
-        box, stored = _box.whole(values[i].shape), dtype_of(plan.stored[i].dtype)
-        found += [
-            Shard(i, *facts) for facts in _sources(values[i], [(box, box)], dtypes[i], stored)
-        ]
-    return tuple(found)
 
 
 def _sources(value: Any, chunks: Chunks, *dtypes: np.dtype[Any]) -> list[tuple[Any, ...]]:

@@ -19,11 +19,12 @@ from typing import Any, Final, Literal
 import jax
 import numpy as np
 
+from jaxckpt._core.box import whole
 from jaxckpt._core.cast import is_floating
 from jaxckpt._core.collector import paused
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, is_device_array, stored_value
-from jaxckpt._core.transfer import Shard, sources_of, whole_sources
+from jaxckpt._core.transfer import Shard, sources_of
 from jaxckpt._disk.writer import WritePlan, compressed, encode_texts, metadata_files, plan_writes
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
@@ -248,15 +249,15 @@ def _work_out(
     plan = plan_save(specs, process=processes.index, holds=holds)
     if zstd is not None:
         plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
-    sources = sources_of(values, dtypes, plan)
+    sources = sources_of(values, dtypes, plan, (*plan.shares, *plan.held_shares))
     own: tuple[Shard, ...] = ()
     if processes.count > 1:
         small = [
-            i
+            (i, whole(value.shape))
             for i, (spec, value) in enumerate(zip(specs, values, strict=True))
             if spec.placement is None and value.nbytes <= _MAX_COMPARED_BYTES
         ]
-        own = whole_sources(values, dtypes, plan, small)
+        own = sources_of(values, dtypes, plan, [(i, [(box, box)]) for i, box in small])
     planned = TreePlan(flat=flat, placed=tuple(placed), plan=plan, sources=sources, own=own)
     if any(spec.placement is not None and spec.placement.grid.only for spec in alike.values()):
         _refuse_hidden(planned.array_paths, specs)
