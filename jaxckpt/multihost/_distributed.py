@@ -99,7 +99,7 @@ class Distributed:
         return device.process_index
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        self._gather("barrier", name, None, lambda _: None, timeout_s, "")
+        self.gather(name, None, lambda _: None, timeout_s=timeout_s)
 
     def gather(
         self,
@@ -110,7 +110,17 @@ class Distributed:
         timeout_s: float,
         where: str = "",
     ) -> Any:  # JSON
-        return self._gather("gather", name, value, judge, timeout_s, where)
+        encoded = encode(value)
+        while True:
+            round_ = self._round("gather", name, timeout_s, where)
+            mine = _pack(self._take_read(), encoded)
+            self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
+            if self.index == 0:
+                outcome = self._decide(round_, mine, judge)
+            else:
+                outcome = self._await_outcome(round_) or self._give_up(round_)
+            if not self._is_over(round_, outcome):
+                return self._conclude(round_, outcome)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
@@ -129,27 +139,6 @@ class Distributed:
         with self._lock:
             round_ = f"{key}/{self._uses[key]}"
         return self._lacking(self._arrived(round_, _LAST_WORDS_S))
-
-    def _gather(
-        self,
-        kind: str,
-        name: str,
-        value: Json,
-        judge: Callable[[list[Any]], Json],
-        timeout_s: float,
-        where: str,
-    ) -> Json:
-        encoded = encode(value)
-        while True:
-            round_ = self._round(kind, name, timeout_s, where)
-            mine = _pack(self._take_read(), encoded)
-            self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
-            if self.index == 0:
-                outcome = self._decide(round_, mine, judge)
-            else:
-                outcome = self._await_outcome(round_) or self._give_up(round_)
-            if not self._is_over(round_, outcome):
-                return self._conclude(round_, outcome)
 
     def _is_over(self, round_: _Round, outcome: bytes) -> bool:
         """Returns whether the others gave this round up, and have begun the next of its name.

@@ -106,7 +106,7 @@ def watch(manager, before):
 @contextlib.contextmanager
 def heard(before):
     """Calls `before` with the name of each round that this process comes to."""
-    processes, methods = current(), ("barrier", "gather", "agree")
+    processes, methods = current(), ("gather", "agree")  # a barrier is a gather
 
     def hearing(method):
         def call(name, *args, **kwargs):
