@@ -11,7 +11,7 @@ that is stored beside the file.
     array > 1 GiB    map      {"__msgpack_chunked_array__": true, "shape": {"0": n}, "chunks": {…}}
 
 The bytes are not trusted: `decode` returns a tree or raises, its memory use is bounded by their
-length, and no name in them is ever looked up in a module.
+length, and of the names in them only those of our dtypes are looked up in a module.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, lfs_problem
+from jaxckpt.format.arrays import dtype_of
 
 _MAX_DEPTH: Final = 128
 _MAX_RANK: Final = 64
@@ -46,27 +46,6 @@ _HEAD: Final = re.compile(
 _REFUSALS: Final = ValueError, TypeError, OverflowError, RecursionError, MemoryError
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
 _FLAX_PLACEHOLDER: Final = "//GDAPlaceholder:"
-
-# fmt: off
-_NUMPY_NAMES: Final = [
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
-    "float32", "float64", "complex64", "complex128",
-]
-_ML_NAMES: Final = [
-    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
-    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn",
-    "float6_e3m2fn", "float4_e2m1fn", "int2", "int4", "uint2", "uint4",
-]
-# fmt: on
-# An older ml_dtypes lacks some of these; their arrays then have an unknown dtype.
-_DTYPES: Final[Mapping[bytes, np.dtype[Any]]] = {
-    **{name.encode(): np.dtype(name) for name in _NUMPY_NAMES},
-    **{
-        name.encode(): np.dtype(getattr(ml_dtypes, name))
-        for name in _ML_NAMES
-        if hasattr(ml_dtypes, name)
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +167,10 @@ class _Decoder:
                 pass
             case _:
                 raise self._corrupt("an array must have a shape, a dtype and its bytes")
-        dtype = _DTYPES.get(name)
-        if dtype is None:
-            raise self._corrupt(f"unknown dtype {name[:40]!r}")
+        try:
+            dtype = dtype_of(name.decode())
+        except (ValueError, AttributeError) as error:  # an older ml_dtypes lacks some
+            raise self._corrupt(f"unknown dtype {name[:40]!r}") from error
         size = self._size(shape)
         if size * dtype.itemsize != len(content):
             raise self._corrupt(
