@@ -253,9 +253,9 @@ def _device_chunks(
         return shard_shape, [(group, box, box) for group, box in mine]
     chunk_shape = (*shard_shape[:axis], shard_shape[axis] // parts, *shard_shape[axis + 1 :])
     return chunk_shape, [
-        (Group((writer,)), _slice(box, axis, i, parts), box)
+        (Group((writer,)), part, box)
         for group, box in mine
-        for i, writer in enumerate(group.processes)
+        for writer, part in zip(group.processes, _box.cut(box, chunk_shape), strict=True)
     ]
 
 
@@ -266,15 +266,6 @@ def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:
         return 0, 1
     axes = [axis for axis, size in enumerate(placement.shard_shape) if size % parts == 0]
     return (axes[0], parts) if axes else (0, 1)
-
-
-def _slice(box: Box, axis: int, part: int, parts: int) -> Box:
-    step = (box.stop[axis] - box.start[axis]) // parts
-    start = box.start[axis] + part * step
-    return Box(
-        (*box.start[:axis], start, *box.start[axis + 1 :]),
-        (*box.stop[:axis], start + step, *box.stop[axis + 1 :]),
-    )
 
 
 # --- reading ---------------------------------------------------------------------------------
