@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, Final
 
@@ -88,30 +88,21 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
     """Lays out a file of tensors, given as name, dtype and shape."""
     # Some readers map the file: every tensor is aligned if the large dtypes come first.
     order = sorted(tensors, key=lambda tensor: -dtype_of(tensor[1]).itemsize)
-    end, entries, placed = 0, {}, []
+    end, entries = 0, {}
     for name, dtype, shape in order:
         start, end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
         entries[name] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [start, end]}
-        placed.append((name, dtype, shape, start))
     # Model readers want to know the framework's layout; all are the same, and all accept "pt".
-    metadata = {"format": "pt"}
-    text = jsontext.dumps({_METADATA: metadata, **entries})
+    text = jsontext.dumps({_METADATA: {"format": "pt"}, **entries})
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {len(tensors)} tensors must have at most {MAX_HEADER_BYTES} bytes, "
             f"got {len(text)}"
         )
-    begin = LENGTH_BYTES + len(text)
-    return Header(
-        tensors=tuple(
-            Tensor(name=name, dtype=dtype, shape=shape, offset=begin + start)
-            for name, dtype, shape, start in placed
-        ),
-        metadata=metadata,
-        data=len(text).to_bytes(LENGTH_BYTES, "little") + text,
-        size_bytes=begin + end,
-    )
+    begin = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    # As it will be read: a header that could not be read again is not written.
+    return replace(decode_header(text, len(begin) + end, file="the header"), data=begin)
 
 
 def name_problems(names: Iterable[str]) -> list[str]:
