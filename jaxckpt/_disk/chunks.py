@@ -81,7 +81,6 @@ class Layout:
     dtype: np.dtype[Any]
     places: tuple[tuple[Box, tuple[int, ...], int], ...]  # box, shape and start of each buffer
     room: int  # bytes of that memory
-    steps: tuple[int, ...] | None  # between the buffers and inside each, if all are alike
     chunks: int  # that are read, with repetitions
     parts: tuple[Unit, ...] | None  # None if there are many, or if they are not stored so
 
@@ -90,11 +89,8 @@ class Layout:
         return np.ndarray(self.places[i][1], self.dtype, memory, at + self.places[i][2])
 
     def buffers(self, memory: Values, at: int = 0) -> Buffers:
-        if self.steps is None:
-            return {box: self.buffer(memory, at, i) for i, box in enumerate(self.boxes)}
-        shape = len(self.boxes), *self.places[0][1]
-        values = np.ndarray(shape, self.dtype, memory, at, self.steps)
-        return dict(zip(self.boxes, values, strict=True))
+        places, dtype = self.places, self.dtype
+        return {box: np.ndarray(shape, dtype, memory, at + start) for box, shape, start in places}
 
 
 @lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
@@ -105,14 +101,8 @@ def _layout(
     sizes = [box.size * dtype.itemsize for box in boxes]
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
     places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
-    steps = None
-    if stored.shape and len({box.shape for box in boxes}) == 1:
-        inside = accumulate(boxes[0].shape[:0:-1], operator.mul, initial=dtype.itemsize)
-        steps = (*inside, in_place(sizes[0]))[::-1]
     chunks = count_chunks(stored.chunk_shape, boxes)
-    layout = Layout(
-        boxes=boxes, dtype=dtype, places=places, room=room, steps=steps, chunks=chunks, parts=None
-    )
+    layout = Layout(boxes=boxes, dtype=dtype, places=places, room=room, chunks=chunks, parts=None)
     if stored.zstd is not None:
         return layout, sum(sizes), DECODED
     if count_chunks(stored.unit_shape, boxes) > MAX_KEPT_CHUNKS:
