@@ -137,12 +137,12 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1747, 11, 20),
-    "manager open + save": (4015, 16, 41),
-    "open + save, local": (6469, 18, 130),
-    "restore(path, like)": (2281, 14, 8),
-    "manager.restore(like)": (2749, 18, 10),
-    "open": (608, 10, 5),
-    "verify": (1916, 15, 17),
+    "manager open + save": (3987, 16, 41),
+    "open + save, local": (6440, 18, 130),
+    "restore(path, like)": (2270, 14, 8),
+    "manager.restore(like)": (2738, 18, 10),
+    "open": (603, 10, 5),
+    "verify": (1902, 15, 17),
 }
 
 
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
     "_convert": (1048, 691),
-    "_core": (2686, 1698),
-    "_disk": (5162, 3624),
-    "_inspect": (1234, 835),
+    "_core": (2666, 1679),
+    "_disk": (5143, 3608),
+    "_inspect": (1232, 833),
     "_progress": (225, 167),
     "_restore": (2189, 1636),
-    "_run": (9985, 6916),
-    "_save": (2387, 1661),
+    "_run": (9893, 6848),
+    "_save": (2370, 1648),
     "cli": (4715, 3399),
-    "format": (3334, 2201),
+    "format": (3305, 2175),
     "integrations": (470, 258),
-    "multihost": (1011, 648),
+    "multihost": (1000, 638),
     "orbax": (6159, 3765),
     "pages": (2497, 1786),
-    "storage": (4206, 2835),
+    "storage": (4190, 2826),
     "testing": (1075, 715),
 }
 
