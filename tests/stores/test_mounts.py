@@ -204,13 +204,13 @@ def test_a_mount_that_hangs_while_arrays_are_written_raises(root, stop, monkeypa
 
     It hangs once the directory is made, a moment that only `DataFiles` knows.
     """
-    real = DataFiles._bytes_of
+    real = DataFiles._counted
 
-    def bytes_of(self, file):
+    def counted(self, file):
         stop()
         return real(self, file)
 
-    monkeypatch.setattr(DataFiles, "_bytes_of", bytes_of)
+    monkeypatch.setattr(DataFiles, "_counted", counted)
 
     with pytest.raises(SaveFailed, match=r"StoreError: .*/d/\w+: write has not returned"):
         jaxckpt.save(root / "a", tree(1))
