@@ -33,8 +33,8 @@ class KeepPolicy:
         last: Keeps this many of the newest steps.
         every_steps: Keeps steps divisible by this number.
         every_seconds: From the oldest on, keeps each step saved this long after the last kept step.
-        best: Keeps this many steps with the best `metric`. Steps without the metric, or with NaN,
-            are not ranked; on a tie the newer step wins. While no step is ranked, all stay.
+        best: Keeps this many steps with the best `metric`; on a tie the newer step wins. Those
+            without the metric, or with NaN, come last. While no step is ranked, all stay.
         metric: Name of a number in the metrics, or a function of the metrics that returns one; a
             step for which it raises `KeyError` is not ranked.
         mode: Whether a small ("min") or a large ("max") metric is better.
@@ -148,13 +148,15 @@ class KeepPolicy:
         if self.every_seconds is not None:
             keep(_spaced(infos, self.every_seconds), f"every {self.every_seconds:g} s")
         if self.best is not None:
-            if ranked := self.ranked(infos):
-                keep(ranked[: self.best], f"best {self.best} by {self.metric_name}")
-            else:  # a misspelt metric must not delete the best step
+            ranked = self.ranked(infos)
+            keep(ranked[: self.best], f"best {self.best} by {self.metric_name}")
+            if not ranked:  # a misspelt metric must not delete the best step
                 keep(infos, f"no step has the metric {self.metric_name}, so all")
+            elif missing := max(0, self.best - len(ranked)):
+                others = [info for info in infos if info not in ranked]
+                keep(others[-missing:], f"fewer than {self.best} have {self.metric_name}")
         if self.newer_than_s is not None:
-            since = now_s - self.newer_than_s
-            recent = (info for info in infos if info.saved_s >= since)
+            recent = (info for info in infos if info.saved_s >= now_s - self.newer_than_s)
             keep(recent, f"newer than {self.newer_than_s:g} s")
         if self.when is not None:
             with calling("KeepPolicy.when; no step was deleted"):
@@ -164,10 +166,8 @@ class KeepPolicy:
     def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Returns the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
-        found = [(value_of(info.metrics, self.metric), info) for info in steps]
-        valued = [(value, info) for value, info in found if value is not None]
-        valued.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
-        return [info for _, info in valued]
+        valued = [(x, i) for i in steps if (x := value_of(i.metrics, self.metric)) is not None]
+        return [i for _, i in sorted(valued, key=lambda pair: (sign * pair[0], -pair[1].step))]
 
     def unranked(self, steps: Iterable[StepInfo]) -> str:
         """Describes steps that cannot be ranked: which metrics they have instead."""

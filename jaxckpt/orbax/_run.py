@@ -21,11 +21,12 @@ from jaxckpt import CheckpointManager, SaveHandle
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
+from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import current, raise_first
 from jaxckpt.orbax import _handling, policies
 from jaxckpt.orbax.checkpointers import Closing
 from jaxckpt.orbax.options import AsyncOptions
-from jaxckpt.orbax.step import index_of, naming
+from jaxckpt.orbax.step import index_of, names_of
 from jaxckpt.types import StepInfo
 
 
@@ -44,13 +45,13 @@ class Run(Closing):
         called = background.post_finalization_callback
         given["on_commit"] = None if called is None else lambda _: called()
         given["timeout_s"] = background.timeout_secs
-        prefix, digits = options.step_prefix, options.step_format_fixed_length
-        named = {"step_prefix": prefix, "step_digits": digits}
-        self._naming: dict[str, Any] = naming(options.step_name_format) or named
+        # Of one digit or more: given no names, jaxckpt names steps like those that are there.
+        named = StepNames(prefix=options.step_prefix, digits=options.step_format_fixed_length or 1)
+        self._names = names_of(options.step_name_format) or named
         move_to, self._when = options.todelete_subdir, options.saves()
         self._keep = policies.keep_policy(options.keeps(), self._judged, move_to=move_to)
         self._mode = options.file_options.path_permission_mode
-        self._index = index_of(directory, **self._naming)
+        self._index = index_of(directory, self._names)
         if options.create:
             _handling.make_dir(self._index.storage, self._index.root, self._mode)
         self._steps = self._index.steps()
@@ -68,7 +69,8 @@ class Run(Closing):
                 save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
                 keep=self._keep,
                 **self._given,
-                **self._naming,
+                step_prefix=self._names.prefix,
+                step_digits=self._names.digits,
             )
             _open[self._index.root] = writer, self._index
         return writer

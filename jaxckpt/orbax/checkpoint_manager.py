@@ -151,7 +151,8 @@ class CheckpointManager(Run, AbstractCheckpointManager):
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
         saver_of(self._open()).worker.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
-        metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
+        ranks = (self._options.best_fn, self._options.preservation_policy) != (None, None)
+        metrics = metrics if ranks and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)
         try:
             with _handling.as_raised():  # an earlier save may have failed
@@ -167,9 +168,6 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         if not self._is_async:
             self.wait_until_finished()
         return True
-
-    def _ranks(self) -> bool:
-        return self._options.best_fn is not None or self._options.preservation_policy is not None
 
     def _checked(self, items: Any, args: Any, *, is_default: bool) -> Any:
         if _is_args(items):
@@ -230,7 +228,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
             FileNotFoundError: the step does not exist.
             KeyError: the step lacks the item.
         """
-        index = self._index if directory is None else index_of(directory, **self._naming)
+        index = self._index if directory is None else index_of(directory, self._names)
         if step is None:
             step = index.newest() if directory is not None else self.latest_step()
         if step is None:
@@ -290,9 +288,8 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     def delete(self, step: int) -> None:
         """Deletes a step; FileNotFoundError if there is none."""
-        if self._options.read_only:
-            return
-        self._delete(step)
+        if not self._options.read_only:
+            self._delete(step)
 
     def close(self) -> None:
         """Waits for the saves under way, and closes the handlers."""

@@ -307,10 +307,17 @@ def _best(policy: Any) -> dict[str, Any]:
     if not policy.n:
         return _latest(policy)
     mode = "min" if policy.reverse else "max"
-    rule = {"best": policy.n, "metric": policy.get_metric_fn, "mode": mode}
-    if policy.keep_checkpoints_without_metrics:
-        rule["when"] = lambda info: not info.metrics
-    return rule
+
+    def when(info: StepInfo) -> bool:
+        if not info.metrics:
+            return policy.keep_checkpoints_without_metrics
+        try:
+            policy.get_metric_fn(info.metrics)
+        except KeyError:  # Orbax deletes no step while there is one that it cannot rank
+            return True
+        return False
+
+    return {"best": policy.n, "metric": policy.get_metric_fn, "mode": mode, "when": when}
 
 
 def _latest(policy: Any) -> dict[str, Any]:

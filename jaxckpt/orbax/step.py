@@ -107,34 +107,28 @@ def _committed(
 standard_name_format = StandardNameFormat
 
 
-def naming(name_format: Any) -> dict[str, Any]:
-    """Returns `step_prefix` and `step_digits` of a format, Orbax's own included.
+def names_of(name_format: Any) -> StepNames | None:
+    """Returns the names of a format, Orbax's own included; None if there is none.
 
     Raises:
         NotImplementedError: the names are not `[<prefix>_]<step>`, or of several kinds.
     """
     if name_format is None:
-        return {}
+        return None
     match = re.fullmatch(r"(?:(.+)_)?(0*7)", name_format.build_name(7))
-    digits = len(match[2]) if match and match[2] != "7" else None
-    like = {"step_prefix": match and match[1], "step_format_fixed_length": digits}
-    found = standard_name_format(**like)
+    found = StepNames(prefix=match and match[1], digits=len(match[2]) if match else 1)
     is_one = len(getattr(name_format, "read_name_formats", ())) < 2
-    if not (match and is_one) or found.build_name(123456) != name_format.build_name(123456):
+    if not (match and is_one) or found.of(123456) != name_format.build_name(123456):
         raise NotImplementedError(
             f"{name_format}: jaxckpt names all steps `[<prefix>_]<step>`, padded with zeros; see "
             "step_prefix and step_digits of jaxckpt.CheckpointManager"
         )
-    return {"step_prefix": found.step_prefix, "step_digits": digits}
+    return found
 
 
-def index_of(
-    directory: str | os.PathLike[str], *, step_prefix: Any = None, step_digits: Any = None
-) -> StepIndex:
-    """Returns the steps in a directory, of any name if none is given."""
-    is_named = step_prefix is not None or step_digits is not None
-    naming = StepNames(prefix=step_prefix, digits=step_digits) if is_named else None
-    return StepIndex(*locate(directory), naming=naming, quiet=True)
+def index_of(directory: str | os.PathLike[str], names: StepNames) -> StepIndex:
+    """Returns the steps of these names in a directory."""
+    return StepIndex(*locate(directory), naming=names, quiet=True)
 
 
 def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> epath.Path:

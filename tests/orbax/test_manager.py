@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def tree(n=0.0):
     return {"w": jnp.arange(4.0) + n, "n": np.arange(3.0), "step": 3}
+
+
+def names_in(path):
+    return sorted(one.name for one in path.iterdir())
 
 
 def read_newest(ocp, path):
@@ -131,6 +136,61 @@ def test_metrics(tmp_path, nested):
         options = ocp.CheckpointManagerOptions(best_fn=best, best_mode="min")
         with ocp.CheckpointManager(path / "run", options=options) as manager:
             return [*out, manager.best_step(), manager.metadata(2).metrics]
+
+    twice(program, tmp_path)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [[None, {"loss": 0.3}], [{"loss": NAN}, {"loss": 0.3}], [{"acc": 0.9}, {"loss": 0.3}]],
+    ids=["none", "NaN", "another"],
+)
+def test_no_step_goes_while_there_are_fewer_than_max_to_keep(tmp_path, metrics):
+    """Whether `best_fn` can rank them or not."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, best_fn=lambda m: m["loss"], keep_checkpoints_without_metrics=False
+        )
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            for step, given in enumerate(metrics):
+                manager.save(step, args=ocp.args.StandardSave(tree()), metrics=given)
+        return names_in(path / "run")
+
+    twice(program, tmp_path)
+
+
+def test_a_step_that_lacks_the_metric_of_best_fn_stays(tmp_path):
+    """Orbax raises the error of the function at each save, and deletes none at all."""
+
+    def steps(ocp, path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda m: m["loss"])
+        with ocp.CheckpointManager(path, options=options) as manager:
+            for step, metric in enumerate(["acc", "acc", "loss", "loss"]):
+                with contextlib.suppress(KeyError):
+                    args = ocp.args.StandardSave(tree())
+                    manager.save(step, args=args, metrics={metric: 0.5})
+        return names_in(path)
+
+    both = [steps(ocp, tmp_path / ocp.__name__) for ocp in (theirs, ours)]
+
+    assert both == [["0", "1", "2", "3"]] * 2
+
+
+def test_a_manager_without_a_prefix_leaves_other_steps_alone(tmp_path):
+    """Another manager keeps its steps in the same directory, under names of its own."""
+
+    def program(ocp, path):
+        seen = []
+        for options in ({"step_prefix": "best"}, {"step_format_fixed_length": 4}, {}):
+            options = ocp.CheckpointManagerOptions(max_to_keep=1, **options)
+            with ocp.CheckpointManager(path / "run", options=options) as manager:
+                seen.append(manager.all_steps())
+                manager.save(3, args=ocp.args.StandardSave(tree()))
+        return seen, names_in(path / "run")
 
     twice(program, tmp_path)
 

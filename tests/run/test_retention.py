@@ -77,12 +77,16 @@ def model(infos, policy):
     if all(rule is None for rule in [*rules, policy.newer_than_s, policy.when]):
         return {info.step for info in infos}
     valued = [info for info in infos if is_number(info.metrics.get(policy.metric))]
+    others = [info for info in infos if info not in valued]
     if policy.best is not None and not valued:
         return {info.step for info in infos}
     anchor_s = None
     for info in infos:
         newer = sum(other.step > info.step for other in infos)
-        better = sum(is_better(other, info, policy) for other in valued) if info in valued else 99
+        if info in valued:
+            better = sum(is_better(other, info, policy) for other in valued)
+        else:
+            better = len(valued) + sum(other.step > info.step for other in others)
         is_spaced = anchor_s is None or not 0 <= info.saved_s - anchor_s < (
             policy.every_seconds or 0
         )
@@ -221,13 +225,15 @@ def of_losses(*losses):
         ([math.inf, -math.inf, 0, 5], 1, "min", {2, 4}),
         ([math.inf, -math.inf, 0, 5], 1, "max", {1, 4}),
         ([math.inf, math.nan, None, 5], 2, "min", {1, 4}),
+        ([math.nan, None, 7, 5], 3, "min", {2, 3, 4}),
+        ([math.nan, None, 7, 5], 9, "min", {1, 2, 3, 4}),
         ([-0.0, 0.0, 5], 1, "min", {2, 3}),
         ([2**60 + 1, 2**60, 5], 1, "max", {1, 3}),
         ([10**400, 1.5, 5], 1, "max", {1, 3}),
     ],
 )
 def test_the_best_steps(losses, best, mode, kept):
-    """NaN, None, bool and text do not rank; infinities do. The newest stays too, or all."""
+    """NaN, None, bool and text rank last; infinities do rank. The newest stays too, or all."""
     policy = KeepPolicy(best=best, metric="loss", mode=mode)
 
     assert set(policy.kept(of_losses(*losses), now_s=0.0)) == kept
