@@ -137,8 +137,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1747, 11, 20),
-    "manager open + save": (3987, 16, 41),
-    "open + save, local": (6440, 18, 130),
+    "manager open + save": (3998, 16, 41),
+    "open + save, local": (6380, 18, 130),
     "restore(path, like)": (2270, 14, 8),
     "manager.restore(like)": (2738, 18, 10),
     "open": (603, 10, 5),
@@ -185,8 +185,8 @@ FOLDERS = {
     "_inspect": (1232, 833),
     "_progress": (225, 167),
     "_restore": (2189, 1636),
-    "_run": (9893, 6848),
-    "_save": (2370, 1648),
+    "_run": (9830, 6802),
+    "_save": (2381, 1663),
     "cli": (4715, 3399),
     "format": (3305, 2175),
     "integrations": (470, 258),

@@ -16,7 +16,7 @@ from jaxckpt._run.facts import write_run_metadata
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.reach import Reach
-from jaxckpt._save.worker import SaveQueue
+from jaxckpt._save.worker import Worker
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Group
@@ -33,7 +33,7 @@ class Opening:
 
     def __init__(self, owner: Ownership, deletion: Deletion, group: Group) -> None:
         self.ended = ""  # why, once it has
-        self._saves: SaveQueue | None = None  # None until the run is open
+        self._saves: Worker[Any] | None = None  # None until the run is open
         self._is_over = False  # once nothing is waited for any more
         self._owner = owner
         self._deletion = deletion
@@ -48,7 +48,7 @@ class Opening:
         self,
         metadata: Mapping[str, Any] | None,
         *,
-        saves: SaveQueue | None,
+        saves: Worker[Any] | None,
         timeout_s: float,
         run: str | None = None,
         spared: int | None = None,

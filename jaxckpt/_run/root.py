@@ -27,7 +27,7 @@ from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
-from jaxckpt._save.worker import SaveQueue
+from jaxckpt._save.worker import Worker
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames
@@ -307,7 +307,7 @@ def look_at(roots: Sequence[Root]) -> Opened:
 
 def open_roots(
     roots: Sequence[Root],
-    saves: Sequence[SaveQueue],  # what writes to each
+    saves: Sequence[Worker[Any]],  # what writes to each
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
     *,

@@ -102,7 +102,7 @@ class Saver:
         self.ledger = roots[-1].ledger
         self._closing.callback(self._in_ledger, self.ledger.close)
         self._closing.callback(self.incremental.end)
-        saves = [self.worker] if tiers is None else [self.worker, tiers.uploader]
+        saves = [self.worker] if tiers is None else [self.worker, tiers.uploader.worker]
         about = options.run_metadata, tiers and tiers.settled
         opened = (
             open_roots(roots, saves, *about, timeout_s=limit_s)
@@ -154,7 +154,7 @@ class Saver:
             except Exception as error:
                 errors.append(error)
         if self._tiers is not None:
-            errors += self._tiers.uploader.take_errors()
+            errors += self._tiers.uploader.worker.take_errors()
         # Also after another manager has closed it.
         return [*errors, *self.take_errors(saves)]
 
@@ -347,7 +347,7 @@ class Saver:
         left_s = self.preemption.left_s
         text, fits = what_fits(left_s, save_s, upload_s, self._options.item if tiers else "")
         if fits and upload_s is not None and tiers is not None:
-            tiers.uploader.hurry(step)
+            tiers.uploader.urgent = step
         self._index.warn(f"saving step {step} for {text}")
 
     # --- waiting ---------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class Saver:
         errors = self.worker.take_errors(waited_for)
         # With several processes, only the next save reports process 0's errors to all.
         if self._tiers is not None and self._processes.count == 1:
-            errors += self._tiers.uploader.take_errors()
+            errors += self._tiers.uploader.worker.take_errors()
         return errors
 
     def _make_room(self) -> list[BaseException]:
@@ -376,7 +376,7 @@ class Saver:
         except Exception as error:  # raised once the other processes can hear of it
             errors.append(error)
         # With several processes, only the next save reports process 0's errors to all.
-        uploads = [] if self._tiers is None else self._tiers.uploader.take_errors()
+        uploads = [] if self._tiers is None else self._tiers.uploader.worker.take_errors()
         return [*errors, *self.take_errors(), *uploads]
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:

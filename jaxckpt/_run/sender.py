@@ -50,18 +50,8 @@ class Upload:
     caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
     failure: Failure | None = None  # the same, unless it is only reported
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self, limit_s: float) -> None:
-        """Waits until it has ended; raises its error, or CheckpointTimeout."""
-        if not self.ended.wait(limit_s):
-            raise CheckpointTimeout(
-                f"{self.path}: the upload continues and has not ended after {limit_s:g} s"
-            )
-        if self.error is not None:
-            if self.failure is not None:
-                self.failure.hear()
-            raise self.error
+    waits_for: Sequence[int] = ()  # processes; not known
+    has_ended: bool = False
 
 
 @final

@@ -83,12 +83,13 @@ class Tiers:
         where = self.directory.index.root
 
         def wait() -> Json:
-            waited_for = self.uploader.under_way()
-            self.uploader.finish(timeout_s)
+            uploads = self.uploader.worker
+            waited_for = uploads.under_way()
+            uploads.wait(waited_for, 0.0 if uploads.is_stopped else timeout_s)
             decided = self.decided()
             if decided is None:  # else with the next commit, and on all disks
                 self.local.tidy(self.uploader.steps)  # steps stayed for their uploads
-            raise_first(self.uploader.take_errors(waited_for))
+            raise_first(uploads.take_errors(waited_for))
             return decided
 
         limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
@@ -117,7 +118,7 @@ class Tiers:
         index = self.local.index
         if self._has_room(size_bytes):
             return False
-        self.uploader.give_way()
+        self.uploader.drop_oldest(most=0)
         there = {*index.steps(), *index.astray}  # first: a save may commit at this moment
         stay = {*self.uploader.steps(), *self._newest_unless_durable(floor)}
         index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))

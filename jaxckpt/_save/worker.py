@@ -1,4 +1,4 @@
-"""Threads that save in the background, and what becomes of their saves at each end.
+"""Threads that save or upload in the background, and what becomes of their saves at each end.
 
     normal    the thread of a worker ends after the last save, once `idle` has returned; the next
               save starts another thread
@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.multihost import raise_first, text_of
@@ -69,24 +69,26 @@ def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseExc
 
 
 class Saving(Protocol):
-    """A save under way, or waiting for an earlier one."""
+    """A save, or an upload, under way or waiting for an earlier one."""
 
     path: str
-    step: int | None
     caller: threading.Thread
     failure: Failure | None  # set when it has failed
 
+    @property
+    def step(self) -> int | None: ...
     @property
     def waits_for(self) -> Sequence[int]: ...  # processes
 
 
 S = TypeVar("S", bound=Saving)
+AGAIN: Final = object()  # returned by a function that saves, to be called again
 
 
 @final
 @dataclass(kw_only=True, eq=False)
 class Worker(Generic[S]):
-    """Saves in the background, in the order in which saves were put."""
+    """Saves in the background, in the order in which saves were put, or that `pick` gives them."""
 
     name: str  # of its threads
     where: str  # where it saves, for messages
@@ -94,46 +96,63 @@ class Worker(Generic[S]):
     idle: Callable[[], object] = lambda: None  # called in the thread when no save is left
     hurry: Callable[[], object] = lambda: None  # called when nothing trains beside the saves
     last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
+    # Waits in the thread for the save that is next; None if it is stopped before.
+    pick: Callable[[], S | None] | None = None
+    # Calls a function that waits for the saves, when it is stopped.
+    stopping: Callable[[Callable[[], None]], object] = lambda finish: finish()
+    late: Callable[[str], str] | None = None  # says what waits, given after how long
+    refusal: str = (  # in its own thread
+        "functions such as on_commit cannot wait for saves, which wait for them; wait in the "
+        "thread that calls `save`"
+    )
     # Guards all below. Entered by itself: interrupted, `Condition.__enter__` would leave it taken.
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Condition = field(init=False)
+    current: S | None = None  # that the thread has taken
+    is_stopped: bool = False
     _saves: dict[S, Callable[[], object]] = field(default_factory=dict)  # that have not ended
-    _begun: S | None = None  # the latest that a thread has taken
     _failures: list[Failure] = field(default_factory=list)
     _idling: int = 0  # threads that call `idle`, or are about to
     _thread: threading.Thread | None = None  # the latest that saved
-    _is_stopped: bool = False
+    _is_taken: bool = False  # whether a thread takes saves; there is at most one
 
     def __post_init__(self) -> None:
-        self.changed = threading.Condition(self._lock)
+        self.changed = threading.Condition(self.lock)
         _workers.add(self)
 
     def put(self, handle: S, do: Callable[[], object]) -> None:
         """Adds a save, or none if interrupted. If `do` raises, that is the failure of the save."""
         try:
-            with self._lock:
+            with self.lock:
                 self._saves[handle] = do
-                starts = len(self._saves) == 1
-            if starts:
-                start(self, self._work, self.name)
+                self.changed.notify_all()
+            self._begin()
         except BaseException:
-            with self._lock:
-                if self._begun is not handle:
+            with self.lock:
+                if self.current is not handle:
                     self._saves.pop(handle, None)
-                waits = next(iter(self._saves), None)
-            if waits not in (None, self._begun):  # of another thread, which relied on this one
-                start(self, self._work, self.name)
+            self._begin()  # that of another thread, which relied on this one
             raise
+
+    def _begin(self) -> None:
+        if self._saves and not self._is_taken:
+            start(self, self._work, self.name)
+
+    def remove(self, handle: S) -> None:
+        """Removes a save that has not begun."""
+        with self.lock:
+            self._saves.pop(handle, None)
+            self.changed.notify_all()
 
     def under_way(self) -> list[S]:
         """Returns the saves that have not ended, including the work after their commits."""
-        with self._lock:
+        with self.lock:
             return [*self._saves]
 
     def take_errors(self, waited_for: Sequence[S] = ()) -> list[BaseException]:
         """Returns the errors that this thread has not raised, see `hear`; none in a worker's."""
         late = [handle.failure for handle in waited_for if handle.failure is not None]
-        with self._lock:
+        with self.lock:
             if not (self._failures or late) or self.is_own_thread():
                 return []
             return hear(self._failures, late)
@@ -145,10 +164,7 @@ class Worker(Generic[S]):
     def refuse_own_thread(self) -> None:
         """Raises RuntimeError in the saving thread, which would wait for itself."""
         if self.is_own_thread():
-            raise RuntimeError(
-                f"{self.where}: functions such as on_commit cannot wait for saves, which wait for "
-                "them; wait in the thread that calls `save`"
-            )
+            raise RuntimeError(f"{self.where}: {self.refusal}")
 
     def wait(self, handles: Sequence[S], timeout_s: float | None = None, why: str = "") -> None:
         """Waits until these saves have ended, including the work after their commits.
@@ -162,7 +178,7 @@ class Worker(Generic[S]):
             return self._saves.keys().isdisjoint(handles)
 
         limit_s, started_s = self.timeout_s if timeout_s is None else timeout_s, time.monotonic()
-        with self._lock:
+        with self.lock:
             if over():
                 return
             self.refuse_own_thread()
@@ -171,6 +187,8 @@ class Worker(Generic[S]):
             raise_first([*self.take_errors(), self._too_late(time.monotonic() - started_s, why)])
 
     def _too_late(self, waited_s: float, why: str) -> CheckpointTimeout:
+        if self.late is not None:
+            return CheckpointTimeout(self.late(f" after {waited_s:.1f} s"))
         left = [*self._saves]
         missing = left[0].waits_for
         who = f", the first waits for processes {[*missing]}" if missing else ""
@@ -184,48 +202,54 @@ class Worker(Generic[S]):
     def finish(self) -> None:
         """Waits until all saves have ended, which need no longer spare the network."""
         self.hurry()
-        self.wait(self.under_way(), 0.0 if self._is_stopped else None)
+        self.wait(self.under_way(), 0.0 if self.is_stopped else None)
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Waits until `idle` has returned, or the limit is over."""
         if not self.is_own_thread():
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            with self._lock:
+            with self.lock:
                 self.changed.wait_for(lambda: not self._idling, limit_s)
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
         try:
-            self.finish()
+            self.stopping(self.finish)
         finally:
             self.last()
             self.settle()  # so that nothing is open any more
-            self._is_stopped = True  # the end of the program does not wait again
+            with self.lock:
+                self.is_stopped = True  # the end of the program does not wait again
+                self.changed.notify_all()
         if not self._failures:
             forget(self)
 
     def leave(self) -> None:
         """Does what follows the last save as the program ends, unless that was done."""
-        if not (self._is_stopped or self._saves):
+        if not (self.is_stopped or self._saves):
             with contextlib.suppress(Exception):  # nobody is left to hear of it
                 self.last()
 
     def _work(self) -> None:
-        self._thread = caller = threading.current_thread()
+        caller = threading.current_thread()
+        with self.lock:
+            if self._is_taken:  # this thread was for a withdrawn save
+                return
+            self._is_taken, self._thread = True, caller
         handle = self._next()
         while handle is not None:
-            caller = handle.caller
+            caller, again = handle.caller, False
             try:
-                self._saves[handle]()
+                again = self._saves[handle]() is AGAIN
             except BaseException as error:  # the next call raises it
                 handle.failure = Failure(error, handle.caller)
-            handle = self._next(handle)
+            handle = self._next(None if again else handle)
         failures = list[Failure]()
         try:
             self.idle()
         except BaseException as error:
             failures.append(Failure(error, caller))
-        with self._lock:
+        with self.lock:
             self._failures += failures
             self._idling -= 1
             if self.is_own_thread():
@@ -236,48 +260,35 @@ class Worker(Generic[S]):
 
     def _next(self, ended: S | None = None) -> S | None:
         """Removes a save that has ended; returns the next."""
-        with self._lock:
-            if ended is not None:
-                self._failures += [ended.failure] if ended.failure is not None else []
-                del self._saves[ended]
-            handle = next(iter(self._saves), None)
-            if handle is self._begun:  # another thread has it; this one was for a withdrawn save
-                handle = None
-            self._begun = handle or self._begun
-            self._idling += handle is None
-            self.changed.notify_all()
-            return handle
+        handle, is_over = None, False
+        while True:
+            with self.lock:
+                self.current = None
+                if ended is not None:
+                    self._failures += [ended.failure] if ended.failure is not None else []
+                    del self._saves[ended]
+                self.changed.notify_all()
+                handle = handle or (None if self.pick else next(iter(self._saves), None))
+                if handle in self._saves or is_over or not self._saves:
+                    self.current = handle = handle if handle in self._saves else None
+                    self._is_taken = handle is not None
+                    self._idling += handle is None
+                    return handle
+            handle, ended = self.pick and self.pick(), None
+            is_over = handle is None and self.is_stopped
 
 
 # --- the end of the program ------------------------------------------------------------------
 
 
-class SaveQueue(Protocol):
-    """Saves that share a thread."""
-
-    def under_way(self) -> Sequence[Any]: ...  # with a `path`
-
-    def finish(self) -> None:
-        """Waits until they have ended; may raise their errors, or CheckpointTimeout."""
-        ...
-
-    def take_errors(self) -> Sequence[BaseException]:
-        """Returns the errors that were neither raised nor logged."""
-        ...
-
-    def is_own_thread(self) -> bool: ...
-    def refuse_own_thread(self) -> None: ...
-    def stop(self) -> None: ...
-
-
 _workers: weakref.WeakSet[Worker[Any]] = weakref.WeakSet()
-_known: set[SaveQueue] = set()
+_known: set[Worker[Any]] = set()
 _is_ending = False
 os.register_at_fork(after_in_child=_known.clear)  # a forked child lacks the threads
 os.register_at_fork(after_in_child=_workers.clear)
 
 
-def start(saves: SaveQueue, work: Callable[[], None], name: str) -> None:
+def start(saves: Worker[Any], work: Callable[[], None], name: str) -> None:
     """Runs `work` in a new thread, which saves; the program will wait for it."""
     _known.add(saves)
     # Other threads can save after the main thread has ended. The interpreter waits for theirs.
@@ -293,7 +304,7 @@ def is_ending() -> bool:
     return _is_ending
 
 
-def forget(saves: SaveQueue) -> None:
+def forget(saves: Worker[Any]) -> None:
     """Lets the program end without looking at these saves again."""
     _known.discard(saves)
 
@@ -301,7 +312,7 @@ def forget(saves: SaveQueue) -> None:
 def _end() -> None:
     global _is_ending
     _is_ending = True
-    late: list[SaveQueue] = []
+    late: list[Worker[Any]] = []
     for _ in range(2):  # the end of a save may be the beginning of an upload
         late += [one for one in list(_known) if one not in late and not _has_ended(one)]
     for worker in [*_workers]:
@@ -310,7 +321,7 @@ def _end() -> None:
         atexit.register(_leave)
 
 
-def _has_ended(saves: SaveQueue) -> bool:
+def _has_ended(saves: Worker[Any]) -> bool:
     """Waits for saves, within their limit; returns whether all have ended."""
     if paths := _paths(saves):
         _say(f"the program ends after these saves: {paths}")
@@ -335,7 +346,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _paths(saves: SaveQueue) -> str:
+def _paths(saves: Worker[Any]) -> str:
     return ", ".join(handle.path for handle in saves.under_way())
 
 

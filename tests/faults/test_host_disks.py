@@ -726,8 +726,8 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
             manager.save(1, {"a": 1}).result()
             manager._saver.wait_for_all()
             if processes.index == 1:
-                for one in manager._tiers.uploader.under_way():
-                    one.ended.wait(30)
+                worker = manager._tiers.uploader.worker
+                worker.wait(worker.under_way(), 30)
                 full.append("host1")
             handle = manager.save(2, {"a": 2})
             found = [file.exists() for file in steps]
@@ -861,8 +861,8 @@ def test_a_store_that_failed_in_one_process_ends_no_later_upload(tmp_path):
         manager = manager_of(tmp_path, processes.index, failing, **limits)
         manager.save(1, {"a": 1})
         manager._saver.wait_for_all()
-        for one in manager._tiers.uploader.under_way():
-            one.ended.wait(30)
+        worker = manager._tiers.uploader.worker
+        worker.wait(worker.under_way(), 30)
         with contextlib.suppress(CheckpointTimeout):  # in process 0
             manager.close()
 

@@ -332,8 +332,9 @@ def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path,
         manager._index.storage = manager._directory.index.storage = storage
     handle = manager.save(1, {"n": 1})
     end_saves(manager)
-    for one in manager._tiers.uploader.under_way() if manager._tiers else []:
-        assert one.ended.wait(60)
+    if manager._tiers:
+        worker = manager._tiers.uploader.worker
+        worker.wait(worker.under_way(), 60)
 
     with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:
         by_others = [a.submit(raised, call).result(60) for call in (first, by_listing, by_wait)]
@@ -410,7 +411,7 @@ def test_a_wait_for_a_save_ends_after_its_limit_once(tmp_path):
             if processes.index == 1:
                 return
             worker = manager._saver.worker
-            worker.changed = changed = Recording(worker._lock)
+            worker.changed = changed = Recording(worker.lock)
             manager.save(1, {"n": 1})
             manager._saver.worker.timeout_s = 0.2  # of this wait, not of the save
             with pytest.raises(CheckpointTimeout):

@@ -190,8 +190,8 @@ def wait_for_none(me, root, hosts):
     """Opens the run and lets it upload by itself; nothing is saved, and no process waits."""
     with _open(root, host=hosts[me.index]) as manager:
         assert manager._tiers is not None
-        for one in manager._tiers.uploader.under_way():
-            one.ended.wait(30)
+        worker = manager._tiers.uploader.worker
+        worker.wait(worker.under_way(), 30)
         return manager._directory.known_steps()
 
 
