@@ -136,8 +136,8 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1747, 11, 20),
-    "manager open + save": (3998, 16, 41),
+    "save again": (1748, 11, 20),
+    "manager open + save": (3999, 16, 41),
     "open + save, local": (6380, 18, 130),
     "restore(path, like)": (2270, 14, 8),
     "manager.restore(like)": (2738, 18, 10),
@@ -181,19 +181,19 @@ FOLDERS = {
     ".": (838, 445),
     "_convert": (1048, 691),
     "_core": (2666, 1679),
-    "_disk": (5143, 3608),
+    "_disk": (5148, 3612),
     "_inspect": (1232, 833),
     "_progress": (225, 167),
     "_restore": (2189, 1636),
-    "_run": (9830, 6802),
-    "_save": (2381, 1663),
-    "cli": (4715, 3399),
+    "_run": (9838, 6809),
+    "_save": (2383, 1665),
+    "cli": (4722, 3406),
     "format": (3305, 2175),
     "integrations": (470, 258),
     "multihost": (1000, 638),
-    "orbax": (6159, 3765),
+    "orbax": (6159, 3763),
     "pages": (2497, 1786),
-    "storage": (4190, 2826),
+    "storage": (4194, 2832),
     "testing": (1075, 715),
 }
 

@@ -289,10 +289,15 @@ class MarkerCommit(Attempts):
             self.storage.make_dir(posixpath.dirname(f"{aside}/{file}"))
             self.storage.link(f"{self.path}/{file}", f"{aside}/{file}")
 
+        def copy_all() -> None:
+            files = self.storage.files(self.path)
+            together(self.storage, [partial(copy, file) for file in files])
+            if self.storage.files(aside) != files:  # the store may say that it made a copy
+                raise FileNotFoundError(errno.ENOENT, "the copy is not whole", aside)
+
         with doomed:
             try:
-                files = self.storage.files(self.path)
-                together(self.storage, [partial(copy, file) for file in files])
+                copy_all()
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.storage.delete(aside)

@@ -216,10 +216,10 @@ class Transaction:
 
 
 def unseen(path: str, file: str) -> SaveFailed:
-    """Returns the error if process 0 does not see a file that another process has written."""
+    """Returns the error if process 0 does not see a file that a process has written."""
     return SaveFailed(
-        f"{path}: process 0 does not see {file}, which another process has written. The path must "
-        "be on a file system that all hosts share."
+        f"{path}: process 0 does not see {file}, which was written. The path must be on a file "
+        "system that all hosts share, or in a store that has done what it said."
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, is_io_failure
+from jaxckpt.format import names
+from jaxckpt.storage import listing
 from jaxckpt.types import Problem, VerifyReport
 
 
@@ -32,6 +36,9 @@ def _verify(index: StepIndex, number: int) -> VerifyReport | None:
     try:
         return verify_in(index.storage, path)
     except CheckpointNotFound:
+        if names.COMMIT_MARKER in (listing(index.storage, path) or {}):
+            marker = f"{path}/{names.COMMIT_MARKER}"
+            raise OSError(errno.EIO, "is listed, but said to be missing", marker) from None
         return None
 
 

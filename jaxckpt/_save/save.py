@@ -128,7 +128,6 @@ def start(request: SaveRequest) -> SaveHandle:
 def _log_failure(handle: SaveHandle) -> None:
     if handle.error is not None:  # nobody may ask the handle
         _logger.error("the save of %s failed", handle.path, exc_info=handle.error)
-        handle.failure = None  # the end of the program does not report it again
 
 
 def prepare(

@@ -195,7 +195,8 @@ class TreeItem:
         tables = [*self.tables, *map(decode_table, parts.values())]
         *_, count = starts_of(stored)
         if processes.count == 1:
-            return files | last_files(tables, count, tables[0].manifest), {}
+            last = last_files(tables, count, tables[0].manifest)
+            return files | last, {f: step.FileFacts(size=n) for f, n in tables[0].sizes.items()}
         if len(self.tables) == 1:  # else other disks have the rest
             check_complete(item, tables, stored)
         united, facts = unite(storage, item, tables, count, work)

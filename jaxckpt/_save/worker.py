@@ -5,9 +5,9 @@
     error     it ends no other save; each thread that asks raises it once, see `Failure`
     exit      the program waits for its saves, within the limit of each worker, and does what
               follows the last save of a worker that was not stopped, before functions of
-              `atexit` such as JAX's; reports on stderr which failed or did not end; and, if some
-              did not, leaves at once after the functions of `atexit`, as a thread that returns to
-              an interpreter being finalized can abort the process
+              `atexit` such as JAX's; reports on stderr which failed or did not end; and, if any
+              did, leaves with status 1 right after the functions of `atexit`, as a thread that
+              returns to an interpreter being finalized can abort the process
     fork      the child lacks the threads and waits for no save of its parent
 
 Saving threads are daemons because the interpreter waits for other threads without a limit.
@@ -322,18 +322,20 @@ def _end() -> None:
 
 
 def _has_ended(saves: Worker[Any]) -> bool:
-    """Waits for saves, within their limit; returns whether all have ended."""
+    """Waits for saves, within their limit; returns whether all have ended well."""
+    errors = list[BaseException]()
     if paths := _paths(saves):
         _say(f"the program ends after these saves: {paths}")
         try:
             saves.finish()
         except BaseException as error:  # including KeyboardInterrupt
-            _report(error)
-    for error in saves.take_errors():
+            errors.append(error)
+    errors += saves.take_errors()
+    for error in errors:
         _report(error)
     if paths := _paths(saves):
         _say(f"the program ends without these saves, with status 1: {paths}")
-    return not paths
+    return not (paths or errors)
 
 
 def _leave() -> None:

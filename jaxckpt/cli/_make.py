@@ -46,7 +46,9 @@ def convert(
     SRC is a checkpoint of jaxckpt, Orbax or Flax. Orbax can read the copy too.
     """
     from jaxckpt._convert.convert import convert as convert_checkpoint
+    from jaxckpt._inspect.open import open as open_checkpoint
 
+    ckpt = open_checkpoint(src, item=item)
     _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
     with _keeping_jobs_out(dst, overwrite=overwrite):
         convert_checkpoint(
@@ -59,7 +61,10 @@ def convert(
             overwrite=overwrite,
             **_options.chosen(only, skip),
         )
-    _wrote(dst, as_json=as_json)
+    left = [name for name in ckpt.items if name != ckpt.item]
+    _wrote(dst, as_json=as_json, not_copied=left)
+    if left and not as_json:
+        _output.note(f"not copied: {', '.join(left)}. `jaxckpt fork` copies a step with all items.")
 
 
 @click.command(cls=_options.OnSteps)
@@ -264,6 +269,8 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
             if report is not None and not (report.ok or is_bad):
                 # Another program may have removed an item; that is damage if the copy has it.
                 is_bad = has_lost_item(run.index, good, step)
+                if not is_bad:
+                    failed[step] = f"it cannot be read: {report.problems[0].message}"
             if not is_bad:
                 continue
             try:
@@ -277,7 +284,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
         for step in [*failed] if mended else ():  # it may share a file that was mended
             report = look(run.leases, step)
             if report is not None and report.ok:
-                mended[step] = shared[step]
+                mended[step] = shared.get(step, [])
                 del failed[step]
     if as_json:
         _output.print_json({"path": where, "mended": mended, "failed": failed})
@@ -285,7 +292,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     for step, files in mended.items():
         _output.echo(f"mended step {step}: {', '.join(files)}")
     for step, why in failed.items():
-        _output.echo(f"step {step} stays damaged: {why}")
+        _output.echo(f"step {step} is not mended: {why}")
     if not mended and not failed:
         _output.echo(f"{where}: no step is damaged")
     return 1 if failed else 0
@@ -324,11 +331,11 @@ def _keeping_jobs_out(dst: str, *, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def _wrote(path: str, *, as_json: bool) -> None:
+def _wrote(path: str, *, as_json: bool, **more: object) -> None:
     from jaxckpt.storage import locate
 
     _, where = locate(path)
     if as_json:
-        _output.print_json({"path": where})
+        _output.print_json({"path": where, **more})
     else:
         _output.echo(f"wrote {where}")

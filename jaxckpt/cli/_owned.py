@@ -92,7 +92,7 @@ def owned(
         raise SaveFailed(
             f"{root}: a job died while it deleted steps {steps}, and the next job that opens the "
             f"run for writing deletes the rest. Nothing was changed. To delete them now, run: "
-            f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt cp {root}/{left[0]} DST"
+            f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt fork {root}/{left[0]} RUN"
         )
     try:  # also of an opening that fails once it has the lock
         owner.open()

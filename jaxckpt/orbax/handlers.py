@@ -141,8 +141,8 @@ class JsonCheckpointHandler(Ours):
 
     def _restored(self, path: str, given: Any) -> Any:
         storage, folder = locate(path)
-        data = storage.read(f"{folder}/{self._filename}", max_bytes=jsontext.MAX_BYTES)
-        return json.loads(data.decode())
+        file = f"{folder}/{self._filename}"
+        return jsontext.loads(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
 
 
 class JaxRandomKeyCheckpointHandler(Ours):

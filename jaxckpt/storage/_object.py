@@ -323,8 +323,13 @@ class ObjectStorage(WithoutDirectories):
     def _delete(self, path: str, keys: Sequence[str], check: Callable[[], object] = int) -> None:
         def send(some: Sequence[str]) -> None:
             check()
-            with contextlib.suppress(FileNotFoundError):  # the others in the request are deleted
+            try:
                 obs().delete(self._store, some)
+            except FileNotFoundError as error:  # the others in the request are deleted
+                with contextlib.suppress(FileNotFoundError):
+                    if len(some) == 1 and obs().head(self._store, some[0]):
+                        problem = "cannot delete: the store calls it missing, and shows it"
+                        raise OSError(errno.EIO, problem, f"{self.root}/{some[0]}") from error
 
         def delete(some: Sequence[str]) -> None:
             self.requests.change("delete", path, partial(send, some))

@@ -68,7 +68,8 @@ _AROUND: Final = (
     ),
 )
 _FINAL: Final = re.compile(
-    r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial|redirect without"
+    r"status code: (?!408|409|425|429)4\d\d|code: AccessDenied|NotImplemented|non-partial"
+    "|redirect without"
 )
 _NO_BUCKET: Final = re.compile("NoSuchBucket|bucket does not exist|ContainerNotFound")
 _REGION: Final = re.compile(
@@ -83,8 +84,6 @@ _CREDENTIALS: Final = re.compile(
 
 
 # Kinds of threads, so that none waits for another of its kind.
-
-
 pool = partial(daemons, "jaxckpt-store", REQUESTS_AT_ONCE + _SMALL_AT_ONCE)  # wait for answers
 callers = partial(daemons, "jaxckpt-calls", REQUESTS_AT_ONCE)  # send the requests of one call
 outer_callers = partial(daemons, "jaxckpt-together", _SMALL_AT_ONCE)  # make several calls
@@ -330,7 +329,7 @@ def reason_of(error: BaseException) -> Reason:
     if isinstance(behind, errors().UnauthenticatedError) or _CREDENTIALS.search(text):
         return "credentials"
     is_denied = isinstance(behind, errors().PermissionDeniedError)
-    if is_denied or "status code: 403" in text or "PERMISSION_DENIED" in text:
+    if is_denied or re.search("status code: 403|PERMISSION_DENIED|code: AccessDenied", text):
         return "permission"
     if "non-partial" in text:
         return "ranges"

@@ -479,7 +479,10 @@ def test_convert_asks_before_it_replaces_what_is_at_a_url(root):
 
     assert cli("convert", root, target)[:2] == (0, f"wrote {target}\n")
     assert f"Replace {target}?" in cli("convert", root, target, "--overwrite")[2]
-    assert said_json("convert", root, f"{target}2") == (0, {"path": f"{target}2"})
+    assert said_json("convert", root, f"{target}2") == (
+        0,
+        {"path": f"{target}2", "not_copied": ["config", "metrics"]},
+    )
 
 
 def test_convert_and_import_write_no_step_of_a_run_beside_its_job(root):
@@ -508,12 +511,15 @@ def test_convert_copies_a_part_in_another_dtype(root, command):
     target = root.parent / "weights"
     argv = (command, root, target, "--only", "params", "--dtype", "bfloat16")
 
-    assert cli(*argv)[:2] == (0, f"wrote {target}\n")
+    code, out, err = cli(*argv)
+    assert (code, out) == (0, f"wrote {target}\n")
+    assert err.startswith("not copied: config, metrics.")
     assert cli(*argv)[0] == 2
     unanswered, _, err = cli(*argv, "--overwrite")
     assert unanswered == 2
     assert f"Replace {target}? stdin is not a terminal" in err
-    assert said_json(*argv, "--overwrite", "--yes") == (0, {"path": str(target)})
+    facts = {"path": str(target), "not_copied": ["config", "metrics"]}
+    assert said_json(*argv, "--overwrite", "--yes") == (0, facts)
 
     assert {leaf.dtype for leaf in jaxckpt.open(target).leaves.values()} == {"bfloat16"}
     assert list(jaxckpt.open(target)) == ["params/dense/b", "params/dense/w"]

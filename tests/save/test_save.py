@@ -524,3 +524,36 @@ def test_the_largest_shapes(tmp_path, shape):
     jaxckpt.save(tmp_path / "a", {"w": np.zeros(shape, np.int8)})
 
     assert jaxckpt.restore(tmp_path / "a", as_numpy=True)["w"].shape == shape
+
+
+UNHEARD = """
+import resource, signal, sys
+import numpy as np
+import jaxckpt
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+folder, how = sys.argv[1:]
+tree = {"w": np.zeros(1 << 20)}
+if how == "save_async":
+    handle = jaxckpt.save_async(folder, tree)
+else:
+    manager = jaxckpt.CheckpointManager(folder)
+    handle = manager.save(1, tree)
+if how == "raised":
+    try:
+        handle.result()
+    except jaxckpt.SaveFailed:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("save_async", 1), ("manager", 1), ("raised", 0)])
+def test_a_program_whose_last_save_failed_ends_with_status_1(tmp_path, how, status):
+    """Unless it has heard of that."""
+    args = [sys.executable, "-c", UNHEARD, str(tmp_path / "a"), how]
+
+    done = subprocess.run(args, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == status, done.stderr
+    assert ("SaveFailed" in done.stderr) == (status == 1)

@@ -10,7 +10,9 @@ import pytest
 
 import jaxckpt
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._requests import reason_of
+from jaxckpt.storage import StoreSettings
+from jaxckpt.storage._credentials import source_of
+from jaxckpt.storage._requests import Requests, errors, reason_of
 from tests.commandline import cli, said_json
 from tests.stores.clients import Obstore
 from tests.stores.proxy import Answer, Delay
@@ -294,6 +296,9 @@ def test_a_wrong_url_is_wrong_usage(url):
     assert cli("doctor", url)[0] == 2
 
 
+_EACH = "DeleteObjects request failed for key a: Access Denied (code: AccessDenied)"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -302,6 +307,7 @@ def test_a_wrong_url_is_wrong_usage(url):
         ("status code: 403 Forbidden: <Code>AccessDenied</Code>", "permission"),
         ("403 Forbidden: Server failed to authenticate the request.", "credentials"),
         ("status code: 403: <Code>AuthorizationPermissionMismatch</Code>", "permission"),
+        (_EACH, "permission"),
         ("status code: 404 Not Found: <Code>ContainerNotFound</Code>", "bucket"),
         ("status code: 301 Moved Permanently", "region"),
         ("redirect without LOCATION, normally an incorrectly configured region", "region"),
@@ -314,3 +320,14 @@ def test_a_wrong_url_is_wrong_usage(url):
 def test_a_refusal_has_a_reason(text, reason):
     """Which decides what the user is told to do."""
     assert reason_of(RuntimeError(text)) == reason
+
+
+def test_s3_refuses_to_delete_each_object_for_itself():
+    """Its answer has the status 200. It is not asked again."""
+    requests = Requests("s3", "b", StoreSettings(), source_of("s3", None))
+
+    def delete():
+        raise errors().GenericError(_EACH)
+
+    with pytest.raises(StoreError, match=r"no permission.*, 1 try\)"):
+        requests.change("delete", "s3://b/a", delete)

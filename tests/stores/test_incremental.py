@@ -76,6 +76,24 @@ def test_compressed_arrays_are_sent_once(store):
         assert jaxckpt.verify(f"{root}/{step}").ok
 
 
+def test_a_copy_that_was_not_made_is_noticed(store, kept):
+    """The store said that it was. The step fails, the one before stays, and the next is whole."""
+    root, proxy = store
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step, kept)).result()
+        lie = proxy.add(Answer(200), when=lambda request: request.is_copy, times=1)
+        with pytest.raises(SaveFailed, match="does not see state/d/"):
+            manager.save(3, state(3, kept)).result()
+        manager.wait_until_finished()
+        assert lie.done == 1
+        assert manager.all_steps() == [1, 2]
+        assert same(manager.restore(), state(2, kept))
+        manager.save(4, state(4, kept)).result()
+
+    assert jaxckpt.verify(f"{root}/4").ok
+
+
 def test_a_store_that_does_not_copy_is_sent_everything(store, kept, caplog):
     """The step at which that shows fails, and none after it."""
     root, proxy = store

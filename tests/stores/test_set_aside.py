@@ -71,6 +71,21 @@ def test_a_resumed_job_saves_the_number_of_a_damaged_step_again(run):
         assert any("set aside earlier" in problem for problem in manager.problems)
 
 
+def test_a_copy_that_was_not_made_is_noticed(run):
+    """The store said that it was. The damaged step stays where it is."""
+    url, proxy = run
+    damaged = damage(f"{url}/3")
+
+    lie = proxy.add(Answer(200), when=lambda request: request.is_copy, times=1)
+    with jaxckpt.CheckpointManager(url) as manager:
+        assert is_state(manager.restore(), 2)
+        assert any("the copy is not whole" in problem for problem in manager.problems)
+
+    assert lie.done == 1
+    assert contents(f"{url}/3") == damaged
+    assert set_aside(url) == []
+
+
 @pytest.mark.parametrize("status", [403, 503])
 def test_a_step_that_cannot_be_read_now_is_not_set_aside(run, status):
     """No permission and an outage are errors, and all stays as it is."""
@@ -117,5 +132,48 @@ def test_scrub_sets_a_damaged_step_aside(run):
     assert code == 1, (out, err)
     (aside,) = set_aside(url)
     assert contents(f"{url}/{aside}") == damaged
+    with jaxckpt.CheckpointManager(url, mode="r") as manager:
+        assert manager.all_steps() == [1, 3]
+
+
+def test_scrub_names_a_step_whose_marker_is_listed_and_not_read(run):
+    """It is not left out as if somebody had deleted it."""
+    url, proxy = run
+    damage(f"{url}/2")
+    for method in ("GET", "HEAD"):
+        proxy.add(Answer(404), method=method, path=f"run/2/{names.COMMIT_MARKER}")
+
+    code, out, err = cli("scrub", "-n", url)
+
+    assert code == 2, (out, err)
+    assert "UNREADABLE" in out
+    assert "3 steps read" in out
+
+
+def test_heal_names_a_step_that_it_cannot_read(run):
+    """It does not say that no step is damaged."""
+    url, proxy = run
+    copy = f"{url}-copy"
+    assert cli("upload", url, copy)[0] == 0
+    proxy.add(Answer(403), method="GET", path=largest(f"{url}/2"))
+
+    code, out, err = cli("heal", copy, url)
+
+    assert code == 1, (out, err)
+    assert "step 2 is not mended: it cannot be read:" in out
+
+
+def test_a_step_whose_marker_is_said_to_be_missing_is_not_deleted(run):
+    """Without its marker, half a step would stay. S3 never says so."""
+    url, proxy = run
+    missing = proxy.add(Answer(404), method="DELETE", path=f"/2/{names.COMMIT_MARKER}", times=1)
+
+    code, _, err = cli("rm", "-y", url, "2")
+
+    if missing.done:
+        assert code == 2
+        assert "calls it missing, and shows it" in err
+        assert jaxckpt.verify(f"{url}/2").ok
+        assert cli("rm", "-y", url, "2")[0] == 0
     with jaxckpt.CheckpointManager(url, mode="r") as manager:
         assert manager.all_steps() == [1, 3]
