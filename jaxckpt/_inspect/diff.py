@@ -156,7 +156,7 @@ def _read(a: Item, b: Item, pairs: Mapping[Path, _Pair], budget_bytes: int) -> N
     def parts() -> Iterator[tuple[_Pair, Data, Data, Box]]:
         for pair in pairs.values():
             if pair.data is not None:
-                pair.begin()
+                pair.differing = 0
                 for box in boxes_of(pair.data, budget_bytes=half):
                     yield pair, *pair.data, box
 
@@ -187,7 +187,7 @@ class _Pair:
         if data_a is not None and data_b is not None and is_alike:
             self.data = data_a, data_b
         self._rtol, self._atol = rtol, atol
-        self._differing: int | None = None
+        self.differing: int | None = None  # None until the values are compared
         self._max_abs = self._max_rel = 0.0
         self._nan_a = self._nan_b = 0
         self._same = Moments()  # of the blocks with equal bits
@@ -197,29 +197,22 @@ class _Pair:
     def differs(self) -> bool:
         """Returns whether a difference was found so far."""
         types_differ = _type(self.a) != _type(self.b) or self._shapes[0] != self._shapes[1]
-        return types_differ or bool(self._differing)
-
-    def begin(self) -> None:
-        """Starts the comparison of values."""
-        self._differing = 0
+        return types_differ or bool(self.differing)
 
     def add(self, a: Values, b: Values) -> None:
         """Compares a one-dimensional block of both."""
         is_same = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
         a, b = as_numbers(a), as_numbers(b)
+        nan_a = int(np.count_nonzero(np.isnan(a)))
+        self._nan_a += nan_a
+        self._nan_b += nan_a if is_same else int(np.count_nonzero(np.isnan(b)))
         if is_same:
-            numbers = finite(a)
-            self._same.add(numbers)
-            nans = int(np.count_nonzero(np.isnan(a))) if numbers.size < a.size else 0
-            self._nan_a += nans
-            self._nan_b += nans
+            self._same.add(finite(a))
             return
         found = compare_block(a, b, rtol=self._rtol, atol=self._atol)
-        self._differing = (self._differing or 0) + found.differing
+        self.differing = (self.differing or 0) + found.differing
         self._max_abs = max(self._max_abs, found.max_abs)
         self._max_rel = max(self._max_rel, found.max_rel)
-        self._nan_a += found.nan_a
-        self._nan_b += found.nan_b
         for moments, values in zip(self._others, (a, b, found.gaps), strict=True):
             moments.add(finite(values))
 
@@ -230,9 +223,9 @@ class _Pair:
             a=_shown(self.a),
             b=_shown(self.b),
             size=0 if shape is None else math.prod(shape),
-            differing=self._differing,
+            differing=self.differing,
         )
-        if self._differing is None or self._is_text:
+        if self.differing is None or self._is_text:
             return diff
         of_a, of_b, of_gaps = self._others
         return replace(
@@ -312,8 +305,6 @@ class Compared:
     differing: int
     max_abs: float
     max_rel: float
-    nan_a: int
-    nan_b: int
 
 
 def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared:
@@ -333,11 +324,9 @@ def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared
     with np.errstate(over="ignore", invalid="ignore"):
         same, gaps, sizes = a == b, np.abs(a - b), np.abs(b)
     gaps[same] = 0.0  # also of infinities
-    nan_a, nan_b = np.isnan(a), np.isnan(b)
-    gaps[nan_a | nan_b] = np.nan  # also of complex numbers with one infinite part
+    gaps[np.isnan(a) | np.isnan(b)] = np.nan  # also of complex numbers with one infinite part
     same = _same(a.real, b.real) & _same(a.imag, b.imag)
-    found = _compared(gaps, sizes, same, rtol=rtol, atol=atol)
-    return replace(found, nan_a=int(np.count_nonzero(nan_a)), nan_b=int(np.count_nonzero(nan_b)))
+    return _compared(gaps, sizes, same, rtol=rtol, atol=atol)
 
 
 def _same(a: Values, b: Values) -> Values:
@@ -356,8 +345,6 @@ def _compared(gaps: Values, sizes: Values, same: Values, *, rtol: float, atol: f
         differing=gaps.size - int(np.count_nonzero(close)),
         max_abs=float(np.fmax.reduce(gaps, initial=0.0)),
         max_rel=float(np.fmax.reduce(relative, initial=0.0)),
-        nan_a=0,
-        nan_b=0,
     )
 
 
