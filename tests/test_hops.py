@@ -136,9 +136,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1748, 11, 20),
-    "manager open + save": (3999, 16, 41),
-    "open + save, local": (6380, 18, 130),
+    "save again": (1751, 11, 20),
+    "manager open + save": (4002, 16, 41),
+    "open + save, local": (6373, 18, 130),
     "restore(path, like)": (2270, 14, 8),
     "manager.restore(like)": (2738, 18, 10),
     "open": (603, 10, 5),
@@ -181,7 +181,7 @@ FOLDERS = {
     ".": (838, 445),
     "_convert": (1048, 691),
     "_core": (2666, 1679),
-    "_disk": (5148, 3612),
+    "_disk": (5150, 3614),
     "_inspect": (1219, 822),
     "_progress": (225, 167),
     "_restore": (2189, 1636),

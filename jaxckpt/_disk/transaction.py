@@ -146,6 +146,9 @@ class Transaction:
             self._take_along()
         check = partial(self.protocol.check, self.token, self.fence)
         together(self.storage, [partial(self.protocol.add, *written), check])
+        for path, one in known.items():  # now that the next writer would recognize the remains
+            if all_files[path].size < one.size:
+                raise unseen(self.path, path)
         self.publishing = True
         old = self.protocol.publish(self.token, overwrite=bool(self.overwrite))
         self.committed = True
@@ -200,19 +203,18 @@ class Transaction:
         }
         for path, one in known.items():
             size = facts[path].size if path in facts else 0
-            size = self._size_of(path, one.size) if size < one.size else size
+            size = self._size_of(path) if size < one.size else size
             facts[path] = FileFacts(size=size, sha256=one.sha256)
         # The listing may have been made before they were written.
         for path, data in files.items():
             facts[path] = FileFacts.of(path, data)
         return {path: facts[path] for path in sorted(facts.keys() - {names.WRITER, names.PINNED})}
 
-    def _size_of(self, path: str, least: int) -> int:
+    def _size_of(self, path: str) -> int:
         """Returns the size of a file that a listing, which may be old, does not show whole."""
         with contextlib.suppress(FileNotFoundError):
-            if (size := self.storage.size(f"{self.work}/{path}")) >= least:
-                return size
-        raise unseen(self.path, path)
+            return self.storage.size(f"{self.work}/{path}")
+        return 0
 
 
 def unseen(path: str, file: str) -> SaveFailed:

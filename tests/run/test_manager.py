@@ -1416,7 +1416,7 @@ manager.save(7, {"w": 1})
 """
     returned, said = ends(tmp_path, code)
 
-    assert returned == 0
+    assert returned == 1
     assert "SaveFailed" in said
     assert f"{tmp_path}/7" in said
 
