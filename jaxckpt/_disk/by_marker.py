@@ -289,21 +289,22 @@ class MarkerCommit(Attempts):
             self.storage.make_dir(posixpath.dirname(f"{aside}/{file}"))
             self.storage.link(f"{self.path}/{file}", f"{aside}/{file}")
 
-        def copy_all() -> None:
+        def copy_all() -> list[str]:
             files = self.storage.files(self.path)
             together(self.storage, [partial(copy, file) for file in files])
             if self.storage.files(aside) != files:  # the store may say that it made a copy
                 raise FileNotFoundError(errno.ENOENT, "the copy is not whole", aside)
+            return [*files]
 
         with doomed:
             try:
-                copy_all()
+                copied = copy_all()
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.storage.delete(aside)
                 raise
             try:
-                self.remove(check=check)
+                self.remove(copied, check=check)
             except SaveFailed:
                 if self._is_marked():  # else the copy is all that is left
                     self.storage.delete(aside)

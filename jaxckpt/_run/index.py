@@ -34,6 +34,7 @@ from jaxckpt.types import StepInfo
 T = TypeVar("T")
 U = TypeVar("U")
 _AT_ONCE: Final = 192  # of 1,000 steps, so many are looked at together
+_ON_DISK: Final = 32  # the same, in a file system that takes its time
 _SLOW_S: Final = 1e-3  # a call that takes longer waits for another machine
 _LEAST_TIMED: Final = 32
 # Meanwhile a writer may delete all steps in a listing, having committed newer steps.
@@ -416,13 +417,14 @@ def at_once(call: Callable[[T], U], values: Iterable[T], storage: Storage | None
 
     Args:
         storage: Where it looks. As long as a file system answers at once, this thread makes the
-            calls alone: many threads take three times as long.
+            calls alone: many threads take three times as long, and some threads little longer.
     """
-    values, found, began_s = [*values], list[U](), time.monotonic()
+    values, found, began_s, most = [*values], list[U](), time.monotonic(), _AT_ONCE
     if storage is not None and not storage.parallel_writes:
+        most = _ON_DISK
         for value in values:
             if time.monotonic() - began_s > _SLOW_S * max(len(found), _LEAST_TIMED):
                 break
             found.append(call(value))
-    with Pool(_AT_ONCE, thread_name_prefix="jaxckpt-look") as pool:
+    with Pool(most, thread_name_prefix="jaxckpt-look") as pool:
         return [*found, *pool.map(call, values[len(found) :])]

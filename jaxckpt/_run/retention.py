@@ -153,7 +153,7 @@ class KeepPolicy:
             if not ranked:  # a misspelt metric must not delete the best step
                 keep(infos, f"no step has the metric {self.metric_name}, so all")
             elif missing := max(0, self.best - len(ranked)):
-                others = [info for info in infos if info not in ranked]
+                others = [i for i in infos if value_of(i.metrics, self.metric) is None]
                 keep(others[-missing:], f"fewer than {self.best} have {self.metric_name}")
         if self.newer_than_s is not None:
             recent = (info for info in infos if info.saved_s >= now_s - self.newer_than_s)

@@ -40,19 +40,19 @@ class Failure:
     def __init__(self, error: BaseException, caller: threading.Thread) -> None:
         self.error = error
         self._caller = caller  # began the work
-        self._heard: set[threading.Thread] = set()
+        self.heard: set[threading.Thread] = set()  # that have raised it
 
     @property
     def is_over(self) -> bool:
         """Returns whether the thread that began the work has raised it."""
-        return self._caller in self._heard
+        return self._caller in self.heard
 
     def hear(self) -> list[BaseException]:
         """Returns the error for this thread to raise, or nothing if it has done so."""
         thread = threading.current_thread()
-        if thread in self._heard:
+        if thread in self.heard:
             return []
-        self._heard.add(thread)
+        self.heard.add(thread)
         return [self.error]
 
 
@@ -322,7 +322,7 @@ def _end() -> None:
 
 
 def _has_ended(saves: Worker[Any]) -> bool:
-    """Waits for saves, within their limit; returns whether all have ended well."""
+    """Waits for saves, within their limit; returns whether all have ended well, or it was heard."""
     errors = list[BaseException]()
     if paths := _paths(saves):
         _say(f"the program ends after these saves: {paths}")
@@ -330,12 +330,12 @@ def _has_ended(saves: Worker[Any]) -> bool:
             saves.finish()
         except BaseException as error:  # including KeyboardInterrupt
             errors.append(error)
-    errors += saves.take_errors()
-    for error in errors:
+    is_heard = not errors and all(one.heard for one in saves._failures)
+    for error in [*errors, *saves.take_errors()]:
         _report(error)
     if paths := _paths(saves):
         _say(f"the program ends without these saves, with status 1: {paths}")
-    return not (paths or errors)
+    return is_heard and not paths
 
 
 def _leave() -> None:

@@ -284,8 +284,9 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
         for step in [*failed] if mended else ():  # it may share a file that was mended
             report = look(run.leases, step)
             if report is not None and report.ok:
-                mended[step] = shared.get(step, [])
                 del failed[step]
+                if step in shared:  # else it could not be read before
+                    mended[step] = shared[step]
     if as_json:
         _output.print_json({"path": where, "mended": mended, "failed": failed})
         return 1 if failed else 0

@@ -27,6 +27,7 @@ from jaxckpt.orbax import _handling, policies
 from jaxckpt.orbax.checkpointers import Closing
 from jaxckpt.orbax.options import AsyncOptions
 from jaxckpt.orbax.step import index_of, names_of
+from jaxckpt.storage import locate
 from jaxckpt.types import StepInfo
 
 
@@ -55,6 +56,11 @@ class Run(Closing):
         if options.create:
             _handling.make_dir(self._index.storage, self._index.root, self._mode)
         self._steps = self._index.steps()
+        if not self._steps and StepIndex(*locate(directory), quiet=True).steps():
+            policies.warn_once(
+                f"{directory} has steps of other names, which this manager leaves alone, like "
+                "Orbax. To see them, pass step_prefix or step_format_fixed_length."
+            )
         self._facts: dict[int, StepInfo] = {}
         self._saves: list[SaveHandle] = []
         self._writer: CheckpointManager | None = None

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
-from jaxckpt.storage._local import files_in
+from jaxckpt.storage._local import files_in, listing
 from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 
 # Read with the listing, since every restore needs them.
@@ -29,6 +29,7 @@ _FIRST: Final = frozenset(
     }
 )
 _MOST_BYTES: Final = 16 << 20  # of one file
+_TRIES: Final = 3  # to read what a store lists, and says is missing
 
 
 def together(storage: Storage, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -144,9 +145,16 @@ class Ahead:
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         data = self.data.get(path)
-        if data is None or len(data) > max_bytes:
-            return self.inner.read(path, max_bytes=max_bytes)
-        return data
+        if data is not None and len(data) <= max_bytes:
+            return data
+        folder, name = posixpath.split(path)
+        for _ in range(_TRIES if self._is_all else 1):
+            try:
+                return self.inner.read(path, max_bytes=max_bytes)
+            except FileNotFoundError:
+                if not self._is_all or name not in (listing(self.inner, folder) or {}):
+                    raise
+        raise OSError(errno.EIO, "is listed, but said to be missing", path)
 
     def kind(self, path: str) -> EntryKind | None:
         if path in self._folders:

@@ -36,6 +36,7 @@ from jaxckpt.storage._requests import (
     Requests,
     all_of,
     callers,
+    errors,
     is_beyond_the_end,
     is_condition,
     is_conflict,
@@ -121,9 +122,14 @@ class ObjectStorage(WithoutDirectories):
 
     def _range(self, path: str, start: int, length: int) -> memoryview:
         def get() -> memoryview:
-            return memoryview(
-                obs().get_range(self._store, self._key(path), start=start, length=length)
-            )
+            key = self._key(path)
+            try:
+                return memoryview(obs().get_range(self._store, key, start=start, length=length))
+            except FileNotFoundError:
+                there = obs().list_with_delimiter(self._store, posixpath.dirname(key))["objects"]
+                if not any(one["path"] == key for one in there):
+                    raise
+                raise errors().GenericError("404 Not Found of a listed object") from None
 
         try:
             data = self.requests.read("read", path, get, size=length)

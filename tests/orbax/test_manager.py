@@ -195,6 +195,18 @@ def test_a_manager_without_a_prefix_leaves_other_steps_alone(tmp_path):
     twice(program, tmp_path)
 
 
+def test_steps_of_other_names_are_told(tmp_path, caplog):
+    """A job that overlooked them would begin anew."""
+    from jaxckpt.orbax import policies
+
+    policies.warn_once.cache_clear()
+    with jaxckpt.CheckpointManager(tmp_path, step_prefix="ck") as manager:
+        manager.save(1, tree())
+    with ours.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() is None
+    assert "has steps of other names" in caplog.text
+
+
 def test_the_newest_stays(tmp_path, caplog):
     """The newest step stays, with a warning, where `best_fn` would delete it."""
     from jaxckpt.orbax import policies

@@ -7,6 +7,7 @@ import pytest
 import jaxckpt
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
+from jaxckpt.storage import _requests as requests_module
 from jaxckpt.storage import locate
 from tests.commandline import cli
 from tests.stores.children import is_state, reach, state
@@ -136,6 +137,23 @@ def test_scrub_sets_a_damaged_step_aside(run):
         assert manager.all_steps() == [1, 3]
 
 
+@pytest.mark.parametrize("file", ["data", names.TREE_METADATA, names.OCDBT_MANIFEST])
+def test_a_step_whose_objects_are_listed_and_said_to_be_missing_stays(run, limits, file):
+    """It is no damage: no older step is restored."""
+    url, proxy = run
+    limits(requests_module, _FIRST_PAUSE_S=0.001)
+    path = largest(f"{url}/3") if file == "data" else f"state/{file}"
+    proxy.add(Answer(404), method="GET", path=f"/3/{path}")
+
+    with jaxckpt.CheckpointManager(url) as manager:
+        with pytest.raises(OSError, match="listed"):
+            manager.restore()
+        proxy.heal()
+        assert is_state(manager.restore(), 3)
+
+    assert set_aside(url) == []
+
+
 def test_scrub_names_a_step_whose_marker_is_listed_and_not_read(run):
     """It is not left out as if somebody had deleted it."""
     url, proxy = run
@@ -161,6 +179,13 @@ def test_heal_names_a_step_that_it_cannot_read(run):
 
     assert code == 1, (out, err)
     assert "step 2 is not mended: it cannot be read:" in out
+    proxy.heal()
+    damage(f"{copy}/1")
+    proxy.add(Answer(403), method="GET", path=f"copy/2/{largest(f'{copy}/2')}", times=1)
+    code, out, err = cli("heal", copy, url)
+    assert code == 0, (out, err)
+    assert "mended step 1" in out
+    assert "step 2" not in out
 
 
 def test_a_step_whose_marker_is_said_to_be_missing_is_not_deleted(run):
