@@ -147,7 +147,7 @@ class Transaction:
         check = partial(self.protocol.check, self.token, self.fence)
         together(self.storage, [partial(self.protocol.add, *written), check])
         for path, one in known.items():  # now that the next writer would recognize the remains
-            if all_files[path].size < one.size:
+            if all_files.get(path, one).size < one.size:
                 raise unseen(self.path, path)
         self.publishing = True
         old = self.protocol.publish(self.token, overwrite=bool(self.overwrite))
