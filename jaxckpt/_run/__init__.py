@@ -48,7 +48,7 @@ A local tier in front of the directory:
     coverage     a step restored from the disks of all hosts together
     scratch      the copies of a step that a process makes for that
     upload       a step copied to another root
-    uploader     the thread that uploads for a manager, and which step is next
+    uploader     which steps a manager uploads, in one thread, and which is next
     sender       sends one step, or the part of it on this disk
     reach        a root that may not answer
 

@@ -5,9 +5,9 @@
     error     it ends no other save; each thread that asks raises it once, see `Failure`
     exit      the program waits for its saves, within the limit of each worker, and does what
               follows the last save of a worker that was not stopped, before functions of
-              `atexit` such as JAX's; reports on stderr which failed or did not end; and, if any
-              did, leaves with status 1 right after the functions of `atexit`, as a thread that
-              returns to an interpreter being finalized can abort the process
+              `atexit` such as JAX's; reports on stderr which failed or did not end; and, if no
+              thread has heard of that, leaves with status 1 right after those functions, as a
+              thread that returns to an interpreter being finalized can abort the process
     fork      the child lacks the threads and waits for no save of its parent
 
 Saving threads are daemons because the interpreter waits for other threads without a limit.
