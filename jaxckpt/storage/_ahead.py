@@ -148,11 +148,12 @@ class Ahead:
         if data is not None and len(data) <= max_bytes:
             return data
         folder, name = posixpath.split(path)
-        for _ in range(_TRIES if self._is_all else 1):
+        is_there = self._is_all and name in self._folders.get(folder, ())
+        for _ in range(_TRIES):
             try:
                 return self.inner.read(path, max_bytes=max_bytes)
             except FileNotFoundError:
-                if not self._is_all or name not in (listing(self.inner, folder) or {}):
+                if not is_there or name not in (listing(self.inner, folder) or {}):
                     raise
         raise OSError(errno.EIO, "is listed, but said to be missing", path)
 
