@@ -1,6 +1,9 @@
 # Each target is one command on a machine with Python 3.11 or newer, make and git. It installs
 # everything into VENV, inside the checkout.
 
+# Compiled modules are kept: else each process of the tests compiles them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=

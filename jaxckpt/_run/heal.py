@@ -16,6 +16,7 @@ parts of all is in no share.
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,6 +42,7 @@ from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
+from jaxckpt.types import Problem, VerifyReport
 
 _BUDGET_BYTES: Final = 256 << 20
 
@@ -81,6 +83,16 @@ def has_lost_item(bad: StepIndex, good: StepIndex, step: int) -> bool:
     except CheckpointError:
         return False
     return not theirs.items.keys().isdisjoint(ours.removed)
+
+
+def unread(storage: Storage, report: VerifyReport) -> Problem | None:
+    """Returns the first problem of a step that is not an item that was removed as a whole."""
+    for problem in report.problems:
+        with contextlib.suppress(OSError):
+            if problem.file is not None and storage.kind(problem.file) is None:
+                continue
+        return problem
+    return None
 
 
 def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:

@@ -247,7 +247,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     ROOT and OTHER are roots of runs, one of which was uploaded to the other. Reads every step of
     ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.
     """
-    from jaxckpt._run.heal import has_lost_item
+    from jaxckpt._run.heal import has_lost_item, unread
     from jaxckpt._run.heal import heal as heal_step
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
@@ -269,8 +269,8 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
             if report is not None and not (report.ok or is_bad):
                 # Another program may have removed an item; that is damage if the copy has it.
                 is_bad = has_lost_item(run.index, good, step)
-                if not is_bad:
-                    failed[step] = f"it cannot be read: {report.problems[0].message}"
+                if not is_bad and (problem := unread(run.index.storage, report)) is not None:
+                    failed[step] = f"it cannot be read: {problem.message}"
             if not is_bad:
                 continue
             try:

@@ -2,6 +2,7 @@
 
 import tempfile
 import tracemalloc
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,9 @@ NONE = [0]
 
 def framed(fields, magic=ocdbt._NODE):
     """Returns a node or a manifest with a fitting header and checksum."""
-    parts = [field if isinstance(field, bytes) else ocdbt._varints([field]) for field in fields]
-    return ocdbt._framed(magic, b"".join(parts))
+    parts = groupby(fields, lambda field: isinstance(field, bytes))
+    data = [b"".join(some) if is_bytes else ocdbt._varints([*some]) for is_bytes, some in parts]
+    return ocdbt._framed(magic, b"".join(data))
 
 
 def leaf(*fields, files=NONE):
