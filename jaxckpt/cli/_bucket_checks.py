@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,17 +11,7 @@ from typing import Final, final
 
 import numpy as np
 
-from jaxckpt.cli._checks import (
-    SMALL,
-    Check,
-    Failed,
-    Finding,
-    check_same,
-    clock,
-    latency,
-    read_large,
-    write_large,
-)
+from jaxckpt.cli._checks import SMALL, Check, Failed, Finding, Samples, check_same, latency
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import kvstore
 from jaxckpt.storage._local import temporary_sibling
@@ -82,13 +71,10 @@ class BucketLocation:
             tries=min(_TRIES, storage.settings.tries),
         )
         self._storage = ObjectStorage(scheme, storage.root.partition("://")[2], soon)
-        self._folder = temporary_sibling(f"{self._path}/any")
-        self._marker, self._data, self._copy, self._other, self._large = self._files()
+        self._samples = Samples(self._storage, temporary_sibling(f"{self._path}/any"))
+        self._marker, self._data = map(self._samples.path, _FILES[:2])
         self._refusal: StoreError | None = None
         self._has_begun = False
-
-    def _files(self) -> list[str]:
-        return [f"{self._folder}/{name}" for name in _FILES]
 
     @property
     def checks(self) -> Sequence[Check]:
@@ -107,8 +93,8 @@ class BucketLocation:
             Check(name="read a range", call=self._read_range, needs=made),
             Check(name="copy", call=self._make_copy, needs=("list", "create")),
             Check(name="both clients", call=self._both_clients, needs=made),
-            Check(name="write 64 MiB", call=self._write_large, needs=made),
-            Check(name="read 64 MiB", call=self._read_large, needs=("write 64 MiB",)),
+            Check(name="write 64 MiB", call=self._samples.write_large, needs=made),
+            Check(name="read 64 MiB", call=self._samples.read_large, needs=("write 64 MiB",)),
             Check(name="small read", call=self._small_read, needs=("read a range",)),
             Check(name="clock", call=self._clock, needs=made),
             Check(name="delete", call=self._delete, needs=made),
@@ -121,12 +107,12 @@ class BucketLocation:
             advice = f"grant {_PERMISSIONS[check][self._storage.scheme]} to these credentials"
         else:
             advice = self._storage.requests.advice(reason)
-        return advice if check != "delete" else f"{advice}; delete {self._folder}"
+        return advice if check != "delete" else f"{advice}; delete {self._samples.folder}"
 
     def clean(self) -> None:
         """Deletes all that the checks wrote."""
         if self._has_begun:
-            self._storage.delete_files(self._files())
+            self._storage.delete_files([*map(self._samples.path, _FILES)])
 
     # --- is there anything to write to -----------------------------------------------------------
 
@@ -163,13 +149,13 @@ class BucketLocation:
 
     def _seen_at_once(self) -> None:
         for size in range(1, _LISTS + 1):
-            self._storage.write(self._data, SMALL[:size])
-            found = self._storage.files(self._folder).get("data")
+            self._samples.write("data", SMALL[:size])
+            found = self._storage.files(self._samples.folder).get("data")
             if found is None or found.size != size:
                 raise Failed("a listing did not show an object that had just been written", _LAGS)
             read = b""
             with contextlib.suppress(FileNotFoundError):
-                read = self._read(self._data)
+                read = self._samples.read("data")
             if read != SMALL[:size]:
                 raise Failed("a read did not find what had just been written", _LAGS)
 
@@ -191,29 +177,29 @@ class BucketLocation:
         return Failed(what, _CONDITIONS, state="missing" if is_allowed else "failed")
 
     def _read_range(self) -> None:
-        self._storage.write(self._data, SMALL)
+        self._samples.write("data")
         buffer = np.empty(5, np.uint8)
         self._storage.read_into(self._data, 10, [buffer])
         check_same(buffer.tobytes(), SMALL[10:15])
 
     def _make_copy(self) -> None:
-        self._storage.write(self._data, SMALL)
-        self._storage.link(self._data, self._copy)
-        check_same(self._read(self._copy), SMALL)
+        self._samples.write("data")
+        self._storage.link(self._data, self._samples.path("copy"))
+        check_same(self._samples.read("copy"), SMALL)
 
     def _both_clients(self) -> Finding:
         from jaxckpt.storage._arrays import Keys
 
-        if (spec := kvstore(self._folder)) is None:
+        if (spec := kvstore(self._samples.folder)) is None:
             why = "no driver for" if self._storage.scheme == "az" else "no credentials at"
             return Finding(text=f"obstore alone: TensorStore has {why} this store")
         keys = Keys(spec)
-        self._storage.write(self._data, SMALL)
+        self._samples.write("data")
         if keys.read("data") != SMALL:
             raise self._apart("TensorStore does not see the object that obstore wrote")
         keys.write("by TensorStore", SMALL)
         try:
-            check_same(self._read(self._other), SMALL)
+            check_same(self._samples.read("by TensorStore"), SMALL)
         except FileNotFoundError as error:
             raise self._apart("obstore does not see the object that TensorStore wrote") from error
         return Finding()
@@ -224,32 +210,21 @@ class BucketLocation:
             "set the endpoint, region and credentials in StoreSettings, which both clients follow",
         )
 
-    def _write_large(self) -> Finding:
-        return write_large(self._storage, self._large)
-
-    def _read_large(self) -> Finding:
-        return read_large(self._storage, self._large)
-
     def _small_read(self) -> Finding:
         advice = "each save and restore waits for several requests; use a bucket nearer by"
-        return latency(lambda: self._read(self._data), advice)
+        return latency(lambda: self._samples.read("data"), advice)
 
     def _clock(self) -> Finding:
-        before_s = time.time()
-        self._storage.write(self._data, SMALL)
-        ours_s = (before_s + time.time()) / 2
-        return clock(self._storage._head(self._data)["last_modified"].timestamp() - ours_s)
+        head = self._storage._head
+        return self._samples.clock("data", lambda path: head(path)["last_modified"].timestamp())
 
     def _delete(self) -> None:
         self.clean()
-        if self._refusal is None and self._storage.files(self._folder):
+        if self._refusal is None and self._storage.files(self._samples.folder):
             raise Failed(
                 "the store said that the objects are deleted, but lists them still",
-                f"delete {self._folder}; see whether the bucket holds or retains objects",
+                f"delete {self._samples.folder}; see whether the bucket holds or retains objects",
             )
-
-    def _read(self, path: str) -> bytes:
-        return self._storage.read(path, max_bytes=len(SMALL))
 
 
 def _obstore() -> Finding:

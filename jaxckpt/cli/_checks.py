@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, final
 
 import numpy as np
 
@@ -131,23 +131,48 @@ def _tried(location: Location, check: Check, found: Mapping[str, Finding]) -> Fi
 # --- checks of any place -----------------------------------------------------------------------
 
 
-def write_large(storage: Storage, path: str) -> Finding:
-    """Writes as a save does."""
-    data = np.random.default_rng(0).bytes(LARGE_BYTES)
-    pieces = [data[at : at + _PIECE_BYTES] for at in range(0, LARGE_BYTES, _PIECE_BYTES)]
-    return _speed(lambda: storage.write(path, pieces))
+@final
+class Samples:
+    """The files that the checks of any place write and read, in a folder of their own."""
 
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage, self.folder = storage, folder
 
-def read_large(storage: Storage, path: str) -> Finding:
-    """Reads as a restore does.
+    def path(self, name: str) -> str:
+        """Returns the path of a file."""
+        return f"{self.folder}/{name}"
 
-    Raises:
-        Failed: the bytes differ from the bytes that `write_large` wrote.
-    """
-    buffer = np.empty(LARGE_BYTES, np.uint8)
-    found = _speed(lambda: storage.read_into(path, 0, [buffer]))
-    check_same(buffer.tobytes(), np.random.default_rng(0).bytes(LARGE_BYTES))
-    return found
+    def write(self, name: str, data: bytes = SMALL) -> None:
+        """Writes a small file."""
+        self._storage.write(self.path(name), data)
+
+    def read(self, name: str) -> bytes:
+        """Reads a small file."""
+        return self._storage.read(self.path(name), max_bytes=len(SMALL))
+
+    def write_large(self) -> Finding:
+        """Writes as a save does."""
+        data = np.random.default_rng(0).bytes(LARGE_BYTES)
+        pieces = [data[at : at + _PIECE_BYTES] for at in range(0, LARGE_BYTES, _PIECE_BYTES)]
+        return _speed(lambda: self._storage.write(self.path("large"), pieces))
+
+    def read_large(self) -> Finding:
+        """Reads as a restore does.
+
+        Raises:
+            Failed: the bytes differ from the bytes that `write_large` wrote.
+        """
+        buffer = np.empty(LARGE_BYTES, np.uint8)
+        found = _speed(lambda: self._storage.read_into(self.path("large"), 0, [buffer]))
+        check_same(buffer.tobytes(), np.random.default_rng(0).bytes(LARGE_BYTES))
+        return found
+
+    def clock(self, name: str, written_s: Callable[[str], float]) -> Finding:
+        """Writes a small file, and judges the time at which the place says it was written."""
+        before_s = time.time()
+        self.write(name)
+        ours_s = (before_s + time.time()) / 2
+        return clock(written_s(self.path(name)) - ours_s)
 
 
 def _speed(call: Callable[[], None]) -> Finding:

@@ -6,9 +6,7 @@ import errno
 import io
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Final, final
 
 from jaxckpt.cli._checks import (
@@ -17,11 +15,9 @@ from jaxckpt.cli._checks import (
     Check,
     Failed,
     Finding,
+    Samples,
     check_same,
-    clock,
     latency,
-    read_large,
-    write_large,
 )
 from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._mounts import mounts
@@ -51,12 +47,12 @@ class FolderLocation:
             path = os.path.dirname(path)
         self._path = path
         self._storage = storage
-        self._folder = temporary_sibling(f"{path}/any")
+        self._samples = Samples(storage, temporary_sibling(f"{path}/any"))
 
     @property
     def checks(self) -> Sequence[Check]:
         """Returns the checks, in order."""
-        written = ("write",)
+        written, samples = ("write",), self._samples
         return [
             Check(name="file system", call=self._file_system),
             Check(name="free space", call=self._free_space),
@@ -66,11 +62,11 @@ class FolderLocation:
             Check(name="exchange", call=self._exchange, needs=written),
             Check(name="locks", call=self._locks, needs=written),
             Check(name="hard links", call=self._hard_links, needs=written),
-            Check(name="write 64 MiB", call=self._write_large, needs=("free space", "write")),
+            Check(name="write 64 MiB", call=samples.write_large, needs=("free space", "write")),
             Check(name="read 64 MiB", call=self._read_large, needs=("write 64 MiB",)),
             Check(name="small read", call=self._small_read, needs=written),
             Check(name="clock", call=self._clock, needs=written),
-            Check(name="delete", call=self._delete, needs=written),
+            Check(name="delete", call=self.clean, needs=written),
         ]
 
     def advice(self, check: str, error: Exception) -> str:
@@ -80,7 +76,7 @@ class FolderLocation:
 
     def clean(self) -> None:
         """Deletes all that the checks wrote."""
-        self._storage.delete(self._folder)
+        self._storage.delete(self._samples.folder)
 
     def _file_system(self) -> Finding:
         mount = mounts().get(os.stat(self._path).st_dev)
@@ -105,13 +101,13 @@ class FolderLocation:
         return Finding(value=free, unit="B")
 
     def _write(self) -> None:
-        self._storage.make_dir(self._folder)
-        self._storage.write(self._file("a"), b"a")
-        self._storage.write(self._file("b"), b"b")
-        check_same(self._read("a"), b"a")
+        self._storage.make_dir(self._samples.folder)
+        self._samples.write("a", b"a")
+        self._samples.write("b", b"b")
+        check_same(self._samples.read("a"), b"a")
 
     def _fsync(self) -> Finding:
-        path = self._file("synced")
+        path = self._samples.path("synced")
         self._storage.write(path, SMALL)
         with open(path, "ab", buffering=0) as file:
 
@@ -122,22 +118,22 @@ class FolderLocation:
             return latency(sync, "each save waits for several; use a faster disk")
 
     def _create_again(self) -> None:
-        if self._storage.create(self._file("a"), b"other"):
+        if self._storage.create(self._samples.path("a"), b"other"):
             raise Failed("a file that existed was created", "do not let two jobs write here")
 
     def _exchange(self) -> None:
-        if not self._storage.exchange(self._file("a"), self._file("b")):
+        if not self._storage.exchange(self._samples.path("a"), self._samples.path("b")):
             raise Failed(
                 "two names cannot be exchanged",
                 "a checkpoint is replaced in three renames instead of one, and after a crash "
                 "between them the next save puts it right",
                 state="missing",
             )
-        check_same(self._read("a"), b"b")
+        check_same(self._samples.read("a"), b"b")
 
     def _locks(self) -> None:
         try:
-            first = self._storage.hold(self._file("lock"))
+            first = self._storage.hold(self._samples.path("lock"))
         except io.UnsupportedOperation as error:
             raise Failed(
                 str(error),
@@ -145,7 +141,7 @@ class FolderLocation:
                 "to commands",
                 state="missing",
             ) from error
-        second = self._storage.hold(self._file("lock"))
+        second = self._storage.hold(self._samples.path("lock"))
         for hold in (first, second):
             if hold is not None:
                 hold.release()
@@ -153,33 +149,18 @@ class FolderLocation:
             raise Failed("a lock does not exclude others", "let one job write a run at a time")
 
     def _hard_links(self) -> None:
-        if not self._storage.link(self._file("a"), self._file("linked")):
+        if not self._storage.link(self._samples.path("a"), self._samples.path("linked")):
             raise Failed("no hard links", "`fork` copies all bytes", state="missing")
 
-    def _write_large(self) -> Finding:
-        return write_large(self._storage, self._file("large"))
-
     def _read_large(self) -> Finding:
-        path = self._file("large")
-        with open(path, "rb") as file:
+        with open(self._samples.path("large"), "rb") as file:
             if hasattr(os, "posix_fadvise"):  # so that the bytes come not from the cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return read_large(self._storage, path)
+        return self._samples.read_large()
 
     def _small_read(self) -> Finding:
-        return latency(partial(self._read, "a"), "each restore waits for several; use a faster one")
+        advice = "each restore waits for several; use a faster one"
+        return latency(lambda: self._samples.read("a"), advice)
 
     def _clock(self) -> Finding:
-        before_s = time.time()
-        self._storage.write(self._file("a"), b"a")
-        ours_s = (before_s + time.time()) / 2
-        return clock(os.stat(self._file("a")).st_mtime - ours_s)
-
-    def _delete(self) -> None:
-        self.clean()
-
-    def _file(self, name: str) -> str:
-        return f"{self._folder}/{name}"
-
-    def _read(self, name: str) -> bytes:
-        return self._storage.read(self._file(name), max_bytes=len(SMALL))
+        return self._samples.clock("a", lambda path: os.stat(path).st_mtime)
