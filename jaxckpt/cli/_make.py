@@ -49,8 +49,7 @@ def convert(
     from jaxckpt._inspect.open import open as open_checkpoint
 
     ckpt = open_checkpoint(src, item=item)
-    _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
-    with _keeping_jobs_out(dst, overwrite=overwrite):
+    with _writing(dst, overwrite=overwrite, yes=yes):
         convert_checkpoint(
             src,
             dst,
@@ -130,8 +129,7 @@ def import_(
     """
     from jaxckpt._convert.safetensors import import_safetensors
 
-    _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
-    with _keeping_jobs_out(dst, overwrite=overwrite):
+    with _writing(dst, overwrite=overwrite, yes=yes):
         import_safetensors(path, dst, dtype=dtype, overwrite=overwrite)
     _wrote(dst, as_json=as_json)
 
@@ -299,17 +297,9 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     return 1 if failed else 0
 
 
-def _confirm_overwrite(path: str, *, overwrite: bool, yes: bool) -> None:
-    from jaxckpt.storage import locate
-
-    storage, where = locate(path)
-    if overwrite and storage.kind(where) is not None:
-        _output.confirm(f"Replace {where}?", yes=yes)
-
-
 @contextlib.contextmanager
-def _keeping_jobs_out(dst: str, *, overwrite: bool) -> Iterator[None]:
-    """Locks the run of which DST is a step, if it is one and the file system has locks.
+def _writing(dst: str, *, overwrite: bool, yes: bool) -> Iterator[None]:
+    """Asks before DST is replaced, and locks the run of which it is a step, if that has locks.
 
     Raises:
         SaveFailed: a running job owns the run.
@@ -319,6 +309,8 @@ def _keeping_jobs_out(dst: str, *, overwrite: bool) -> Iterator[None]:
     from jaxckpt.storage import locate
 
     storage, where = locate(dst)
+    if overwrite and storage.kind(where) is not None:
+        _output.confirm(f"Replace {where}?", yes=yes)
     root, name = posixpath.split(where)
     with contextlib.ExitStack() as stack:
         if is_like_step(name) and storage.kind(f"{root}/{names.LOCK}") is not None:
