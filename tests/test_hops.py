@@ -191,7 +191,7 @@ FOLDERS = {
     "format": (3305, 2175),
     "integrations": (470, 258),
     "multihost": (1000, 638),
-    "orbax": (6165, 3769),
+    "orbax": (6154, 3763),
     "pages": (2497, 1786),
     "storage": (4209, 2847),
     "testing": (1075, 715),

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxckpt import open as open_checkpoint
 from jaxckpt.orbax import _trees
+from jaxckpt.orbax.tree import to_flat_dict
 
 
 @dataclass
@@ -29,15 +30,11 @@ class Transform:
     multi_value_fn: Callable[..., Any] | None = None
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    return {"/".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
-
-
 def apply_transformations(
     original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool | None = True
 ) -> Any:
     """Returns the new tree with values that the transforms take from the original one."""
-    original, rules = _flat(original_tree), _flat(transformations)
+    original, rules = to_flat_dict(original_tree, "/"), to_flat_dict(transformations, "/")
 
     def value(names: _trees.Names, leaf: Any) -> Any:
         key = "/".join(names)
@@ -83,14 +80,14 @@ def restore_transformed(path: str, given: Any) -> Any:
         )
     found = open_checkpoint(path)
     abstract = _trees.plain(found.abstract())
-    rules, saved = _flat(given.transforms), _trees.by_name(abstract)
+    rules, saved = to_flat_dict(given.transforms, "/"), _trees.by_name(abstract)
     if any(rule.multi_value_fn is not None for rule in rules.values()):
         raise NotImplementedError(
             "multi_value_fn: restore with jaxckpt.restore(path), then compute the new tree"
         )
     paths = {"/".join(names): names for names in saved}  # a name may contain a `/`
-    args, sources = _flat(given.restore_args), {}
-    for key in _flat(given.item):
+    args, sources = to_flat_dict(given.restore_args, "/"), {}
+    for key in to_flat_dict(given.item, "/"):
         rule, source = _rule(key, rules) or (Transform(), key)
         names = paths.get(source)
         if names is not None and not (rule.use_fallback and given.transforms_default_to_original):

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import tree_util
 
-from jaxckpt.orbax._trees import is_empty, names_of, nested, plain
+from jaxckpt.orbax._trees import by_name, is_empty, map_named, nested, plain
 
 
 def to_flat_dict(
@@ -19,9 +18,7 @@ def to_flat_dict(
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> dict[Any, Any]:
     """Returns the leaves by tuples of text, or by text joined with a separator."""
-    is_leaf = is_leaf or (is_empty if keep_empty_nodes else None)
-    pairs = tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    flat = {names_of(keys): leaf for keys, leaf in pairs}
+    flat = by_name(tree, is_leaf or (is_empty if keep_empty_nodes else None))
     return flat if sep is None else {sep.join(names): leaf for names, leaf in flat.items()}
 
 
@@ -30,14 +27,7 @@ def from_flat_dict(
 ) -> Any:
     """Returns a tree with these leaves, in the shape of the target or else of nested dicts."""
     leaves = {tuple(k.split(sep)) if sep else tuple(k): leaf for k, leaf in flat_dict.items()}
-    return nested(leaves) if target is None else _filled(target, leaves)
-
-
-def _filled(target: Any, leaves: Mapping[Any, Any], is_leaf: Any = None) -> Any:
-    def take(keys: Any, _: Any) -> Any:
-        return leaves[names_of(keys)]
-
-    return tree_util.tree_map_with_path(take, target, is_leaf=is_leaf)
+    return nested(leaves) if target is None else map_named(lambda names, _: leaves[names], target)
 
 
 def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
@@ -59,7 +49,8 @@ def _without_empty(tree: Any) -> Any:
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
     """Returns the leaves of a serialized tree in the shape of the target."""
     leaves = to_flat_dict(serialized, keep_empty_nodes=keep_empty_nodes)
-    return _filled(target, leaves, is_empty if keep_empty_nodes else None)
+    is_leaf = is_empty if keep_empty_nodes else None
+    return map_named(lambda names, _: leaves[names], target, is_leaf)
 
 
 def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:

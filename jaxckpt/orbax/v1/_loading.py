@@ -18,6 +18,7 @@ from jaxckpt.errors import TreeMismatch
 from jaxckpt.format import names
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import found_at
+from jaxckpt.orbax.tree import to_flat_dict
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._saving import (
@@ -271,7 +272,7 @@ def _load_tensors(path: PathLike, target: Any) -> dict[str, Any]:
         wanted = here.keys() if target is None else here.keys() & target.keys()
         like = None if target is None else _trees.nested({here[n]: target[n] for n in wanted})
         tree = file.restore(like, extra="error" if numpy else "ignore", as_numpy=numpy)
-        found |= {".".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
+        found |= to_flat_dict(tree, ".")
     if missing := (target or {}).keys() - found.keys():
         raise KeyError(f"{path} has no tensors {sorted(missing)}")
     return found

@@ -11,8 +11,8 @@ from etils import epath
 
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.open import custom_of
-from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import facts_of, items_of
+from jaxckpt.orbax.tree import to_flat_dict
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
@@ -73,8 +73,8 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
     """
     if has_tensors(path):
         files = tensors(path)
-        leaves = [_trees.by_name(file.abstract()) for file in files]
-        named = {".".join(n): to_shape_dtype_struct(x) for one in leaves for n, x in one.items()}
+        leaves = [to_flat_dict(file.abstract(), ".") for file in files]
+        named = {n: to_shape_dtype_struct(x) for one in leaves for n, x in one.items()}
         custom = {key: text for file in files for key, text in custom_of(file).items()}
         changed = int(max(epath.Path(file.path).stat().mtime for file in files) * 1e9)
         more = {"commit_timestamp_nsecs": changed, "custom_metadata": custom}
