@@ -118,18 +118,9 @@ def parse(data: bytes) -> Program:
     return Program(
         text=text,
         encoding=encoding,
-        uses=tuple(sorted({*names.uses, *_in_strings(tree)})),
+        uses=tuple(sorted({*names.uses})),
         changes=tuple(_changes(tree, text)),
     )
-
-
-def _in_strings(tree: ast.Module) -> Iterator[Use]:
-    """Yields the names of modules in strings, as `import_module` takes them."""
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-            continue
-        if _NAME.fullmatch(node.value):
-            yield Use(line=node.lineno, name=node.value, stays="a string")
 
 
 # --- what an import means after the change ------------------------------------------------------
@@ -210,6 +201,9 @@ class _Names(ast.NodeVisitor):
             self._scopes.pop()
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._visit_import(node)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and _NAME.fullmatch(node.value):  # for `import_module`
+                self.uses.append(Use(line=node.lineno, name=node.value, stays="a string"))
         elif isinstance(node, (ast.Name, ast.Attribute)) and (name := self._meaning(node)):
             self._add(node.lineno, name)
         else:
@@ -327,7 +321,8 @@ class _Statement:
         if not isinstance(node, ast.ImportFrom) or node.level:
             return None
         module, new = node.module or "", _origin(node)
-        edits = [(self._after_from(), module, new)]
+        at = found.end() if (found := _FROM.match(self._old)) else 0
+        edits = [(at, module, new)]
         if module == _ORBAX and new != module:
             if len(node.names) > 1:
                 return self._change(self._old, _ALONE)
@@ -349,11 +344,6 @@ class _Statement:
         return Change(
             line=self._node.lineno, start=self._start, old=self._old, new=new, problem=problem
         )
-
-    def _after_from(self) -> int:
-        """Returns where the module of `from module import ...` begins."""
-        found = _FROM.match(self._old)
-        return found.end() if found else 0
 
     def _of(self, alias: ast.alias) -> int:
         return self._position(alias.lineno, alias.col_offset) - self._start
