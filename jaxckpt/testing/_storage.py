@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar, final
 
-from jaxckpt.storage import Entry, EntryKind, Hold, Storage
+from jaxckpt.storage import Entry, Hold, Storage
 from jaxckpt.storage._local import files_in, hold_new, listing, temporary_sibling
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MUTATING_VERBS = frozenset(
     "write create make_dir sync link link_all rename exchange delete delete_files "
@@ -32,17 +35,28 @@ class _Relay:
         self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
         self.parallel_writes = False  # so that the order is known
         self.reads_at_once = inner.reads_at_once
+        told = self._told
+        self.read, self.read_into = told("read", inner.read), told("read_into", inner.read_into)
+        self.kind, self.size = told("kind", inner.kind), told("size", inner.size)
+        self.entries, self.sync = told("entries", inner.entries), told("sync", inner.sync)
+        self.make_dir, self.rename = told("make_dir", inner.make_dir), told("rename", inner.rename)
+        self.link, self.link_all = told("link", inner.link, 1), told("link_all", inner.link_all, 1)
+        self.exchange, self.delete = told("exchange", inner.exchange), told("delete", inner.delete)
+        self.delete_empty = told("delete_empty", inner.delete_empty)
 
     def _before(self, verb: str, path: str, data: bytes = b"") -> None:
         raise NotImplementedError
 
-    def read(self, path: str, *, max_bytes: int) -> bytes:
-        self._before("read", path)
-        return self.inner.read(path, max_bytes=max_bytes)
+    def _told(self, name: str, do: Callable[P, T], at: int = 0) -> Callable[P, T]:
+        """Returns a verb that reports its path, the argument `at`, before it acts."""
 
-    def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
-        self._before("read_into", path)
-        self.inner.read_into(path, offset, buffers)
+        def verb(*args: P.args, **options: P.kwargs) -> T:
+            path: Any = args[at]
+            self._before(name, path)
+            return do(*args, **options)
+
+        verb.__name__ = name
+        return verb
 
     def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         data = data if isinstance(data, bytes) else b"".join(data)
@@ -53,57 +67,13 @@ class _Relay:
         self._before("create", path, data)
         return self.inner.create(path, data)
 
-    def kind(self, path: str) -> EntryKind | None:
-        self._before("kind", path)
-        return self.inner.kind(path)
-
-    def size(self, path: str) -> int:
-        self._before("size", path)
-        return self.inner.size(path)
-
-    def entries(self, path: str) -> dict[str, Entry]:
-        self._before("entries", path)
-        return self.inner.entries(path)
-
     def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         return files_in(lambda folder: listing(self, folder) or {}, path)
-
-    def make_dir(self, path: str) -> None:
-        self._before("make_dir", path)
-        self.inner.make_dir(path)
-
-    def sync(self, path: str) -> None:
-        self._before("sync", path)
-        self.inner.sync(path)
-
-    def rename(self, src: str, dst: str) -> None:
-        self._before("rename", src)
-        self.inner.rename(src, dst)
-
-    def link(self, src: str, dst: str) -> bool:
-        self._before("link", dst)
-        return self.inner.link(src, dst)
-
-    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
-        self._before("link_all", dst)
-        self.inner.link_all(src, dst, sizes)
-
-    def exchange(self, a: str, b: str) -> bool:
-        self._before("exchange", a)
-        return self.inner.exchange(a, b)
-
-    def delete(self, path: str) -> None:
-        self._before("delete", path)
-        self.inner.delete(path)
 
     def delete_files(self, paths: Sequence[str], *, check: Callable[[], object] = int) -> None:
         for path in paths:
             self._before("delete", path)
             self.inner.delete_files([path], check=check)
-
-    def delete_empty(self, path: str) -> bool:
-        self._before("delete_empty", path)
-        return self.inner.delete_empty(path)
 
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         if new:
