@@ -110,8 +110,7 @@ def export_safetensors(
 
 def files_of_model(path: str | os.PathLike[str]) -> list[str]:
     """Returns the files that an export to a path would replace: a file, or shards and an index."""
-    model = _Model(*locate(path))
-    return [f"{model.folder}/{name}" for name in model.files()]
+    return _Model(*locate(path)).files()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,29 +133,25 @@ class _Model:
         return f"{self.folder}/{self.stem}{safetensors.INDEX_SUFFIX}"
 
     def files(self) -> list[str]:
-        """Returns the names of existing files; first the index or the single file."""
+        """Returns the paths of existing files; first the index or the single file."""
         if self.storage.kind(self.folder) != "dir":
             return []
-        tops = {posixpath.basename(self.index), posixpath.basename(self.file)}
-        found = [
-            name
-            for name in self.storage.entries(self.folder)
-            if name in tops or safetensors.is_shard(name, self.stem)
-        ]
-        return sorted(found, key=lambda name: (name not in tops, name))
+        tops = (self.index, self.file)
+        there = {f"{self.folder}/{name}": name for name in self.storage.entries(self.folder)}
+        found = [p for p, n in there.items() if p in tops or safetensors.is_shard(n, self.stem)]
+        return sorted(found, key=lambda path: (path not in tops, path))
 
 
 def _check_free(model: _Model, overwrite: bool) -> list[str]:
     """Returns the paths of the files to replace; StepExists if they must not be replaced."""
     old = model.files()
     if old and not overwrite:
-        raise StepExists(
-            f"{model.folder} already has {', '.join(old[:8])}; set overwrite to replace them"
-        )
-    for name in old:
-        if model.storage.kind(f"{model.folder}/{name}") == "dir":
-            raise StepExists(f"{model.folder}/{name} is a directory, and is not replaced")
-    return [f"{model.folder}/{name}" for name in old]
+        has = ", ".join(map(posixpath.basename, old[:8]))
+        raise StepExists(f"{model.folder} already has {has}; set overwrite to replace them")
+    for file in old:
+        if model.storage.kind(file) == "dir":
+            raise StepExists(f"{file} is a directory, and is not replaced")
+    return old
 
 
 def _check_exportable(source: Leaves) -> None:
