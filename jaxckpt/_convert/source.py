@@ -26,7 +26,7 @@ from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
-from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, PYTHON_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
     ARRAY_KINDS,
@@ -43,8 +43,6 @@ from jaxckpt.format.tree import (
 from jaxckpt.storage import locate
 
 _BUDGET_BYTES: Final = 64 << 20
-# The dtypes in which `save` stores Python numbers; other writers may use smaller dtypes.
-_PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,18 +266,18 @@ def _copied(leaf: Leaf, inline: Values | None, dtype: str | None) -> Leaf:
         leaf = replace(leaf, value=None, stored=stored)
         if leaf.kind in ("str", "bytes"):
             leaf = replace(leaf, dtype="uint8", shape=())
-    return with_dtype(leaf, dtype)
+    return _with_dtype(leaf, dtype)
 
 
-def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
+def _with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
     """Returns the leaf, with another dtype if it is a floating-point array."""
     if not leaf.has_array:
         return leaf
     name = leaf.dtype
     if leaf.kind in ARRAY_KINDS and dtype is not None and is_floating(name):
         name = dtype
-    elif leaf.kind in _PYTHON_DTYPES and name != "uint64":
-        name = _PYTHON_DTYPES[leaf.kind]
+    elif name not in (known := PYTHON_DTYPES.get(leaf.kind, (name,))):  # of another writer
+        name = known[0]
     if name == leaf.dtype:
         return leaf
     as_stored = "uint8" if name in AS_BYTES_DTYPES else name
@@ -319,13 +317,9 @@ def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
 
 
 def _copied_values(values: Values, source: Leaf, wanted: Leaf, where: str) -> Values:
+    """Returns values in the stored dtype; as bytes if zarr lacks their dtype."""
     if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
         values = values.view(dtype_of(source.dtype))
-    return as_stored(values, wanted, where)
-
-
-def as_stored(values: Values, wanted: Leaf, where: str) -> Values:
-    """Returns values in the stored dtype; as bytes if zarr lacks their dtype."""
     stored = dtype_of(wanted.array.dtype)
     if wanted.kind != "key" and wanted.dtype in AS_BYTES_DTYPES:
         return cast(values, dtype_of(wanted.dtype), leaf=wanted.text, where=where).view(stored)

@@ -192,8 +192,8 @@ def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> 
     return stored
 
 
-# The dtypes in which a save stores Python values.
-_PYTHON_DTYPES: Final = {
+# The dtypes in which a save stores Python values; other writers may use smaller ones.
+PYTHON_DTYPES: Final = {
     "int": ("int64", "uint64"),
     "float": ("float64",),
     "complex": ("complex128",),
@@ -208,7 +208,7 @@ def leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
     is_as_bytes = leaf.dtype in AS_BYTES_DTYPES and stored.dtype == "uint8"
     if leaf.kind != "key" and leaf.dtype != stored.dtype and not is_as_bytes:
         return f"dtype {leaf.dtype!r} is never stored as {stored.dtype!r}"
-    if leaf.dtype not in _PYTHON_DTYPES.get(leaf.kind, (leaf.dtype,)):
+    if leaf.dtype not in PYTHON_DTYPES.get(leaf.kind, (leaf.dtype,)):
         return f"a Python {leaf.kind} is never stored as {leaf.dtype}"
     rank = {"str": 1, "bytes": 1}.get(leaf.kind, 0 if leaf.kind in _SCALAR_KINDS else None)
     if rank is not None and len(stored.shape) != rank:
