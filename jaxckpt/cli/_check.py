@@ -84,7 +84,8 @@ def _code(*reports: VerifyReport) -> int:
 @click.argument("a", type=_options.PATH)
 @click.argument("b", type=_options.PATH)
 @_options.item
-@_options.selection
+@_options.only
+@_options.skip
 @click.option("--no-values", is_flag=True, help="Compare structure, shapes and dtypes only.")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance (default 0).")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance (default 0).")

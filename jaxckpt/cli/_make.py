@@ -21,7 +21,8 @@ from jaxckpt.format.run import is_like_step
 @click.argument("src", type=_options.PATH)
 @click.argument("dst", type=_options.PATH)
 @_options.item
-@_options.selection
+@_options.only
+@_options.skip
 @_options.dtype
 @click.option("--compression", help="zstd, or zstd:3 for level 3; by default none.")
 @click.option("--ocdbt/--no-ocdbt", default=True, help="One database (default), or plain files.")
@@ -70,7 +71,8 @@ def convert(
 @click.argument("src", type=_options.PATH)
 @click.argument("path", type=_options.PATH)
 @_options.item
-@_options.selection
+@_options.only
+@_options.skip
 @_options.dtype
 @click.option(
     "--max-shard",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -12,8 +13,6 @@ from jaxckpt._core.text import seconds_of, size_of
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def complete_steps(
@@ -84,6 +83,9 @@ dry_run = click.option("--dry-run", "-n", is_flag=True, help="Only show what wou
 item = click.option("--item", metavar="NAME", help="The item, if there are several trees.")
 dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays: bfloat16, ...")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+_globs = partial(click.option, multiple=True, metavar="GLOB")
+only = _globs("--only", help="Only these leaf paths. Repeatable.")
+skip = _globs("--skip", help="Leave out these leaf paths. Repeatable.")
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
 
 
@@ -147,16 +149,6 @@ def _step(root: str, number: int, *, maybe: bool) -> str | None:
     if number not in steps and (maybe or not steps):
         return None
     return f"{root}/{posixpath.basename(index.check_step(number))}"
-
-
-def selection(command: F) -> F:
-    """Adds `--only` and `--skip`."""
-    command = click.option(
-        "--skip", multiple=True, metavar="GLOB", help="Leave out these leaf paths. Repeatable."
-    )(command)
-    return click.option(
-        "--only", multiple=True, metavar="GLOB", help="Only these leaf paths. Repeatable."
-    )(command)
 
 
 def chosen(only: tuple[str, ...], skip: tuple[str, ...]) -> dict[str, list[str] | None]:
