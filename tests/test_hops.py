@@ -192,7 +192,7 @@ FOLDERS = {
     "integrations": (470, 258),
     "multihost": (1000, 638),
     "orbax": (6154, 3763),
-    "pages": (2497, 1786),
+    "pages": (2483, 1775),
     "storage": (4209, 2847),
     "testing": (1045, 693),
 }

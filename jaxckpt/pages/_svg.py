@@ -179,25 +179,15 @@ def dot(mark: Mark, x: str, y: str, radius: float = 4.5) -> str:
     title = f"<title>{escape(mark.title)}</title>" if mark.title else ""
     ring = f'<circle cx="{x}" cy="{y}" r="7.5" fill="none" stroke="{PINNED}" stroke-width="2"/>'
     ring = ring if mark.pinned else ""
-    if mark.bad:  # a cross; only a nested svg can be placed by percentages
-        shape = (
-            f'<svg x="{x}" y="{y}" overflow="visible"><path d="M-4-4 4 4M4-4-4 4" stroke="{BAD}" '
-            'stroke-width="2.5"/></svg>'
-        )
-    elif mark.best:
-        shape = (
-            f'<svg x="{x}" y="{y}" overflow="visible"><path d="M0-6 6 0 0 6-6 0z" fill="{BEST}"/>'
-            "</svg>"
-        )
-    elif mark.under_way:
-        shape = (
-            f'<circle class="jc-hollow" cx="{x}" cy="{y}" r="{radius:g}" stroke="{KEPT}" '
-            'stroke-dasharray="2 2"/>'
-        )
-    elif mark.kept:
-        shape = f'<circle cx="{x}" cy="{y}" r="{radius:g}" fill="{KEPT}"/>'
+    if mark.bad or mark.best:  # only a nested svg can be placed by percentages
+        cross = f'd="M-4-4 4 4M4-4-4 4" stroke="{BAD}" stroke-width="2.5"'
+        path = cross if mark.bad else f'd="M0-6 6 0 0 6-6 0z" fill="{BEST}"'
+        shape = f'<svg x="{x}" y="{y}" overflow="visible"><path {path}/></svg>'
     else:
-        shape = f'<circle class="jc-hollow" cx="{x}" cy="{y}" r="{radius:g}" stroke="{KEPT}"/>'
+        hollow = f'class="jc-hollow" stroke="{KEPT}"'
+        look = f'fill="{KEPT}"' if mark.kept else hollow
+        look = f'{hollow} stroke-dasharray="2 2"' if mark.under_way else look
+        shape = f'<circle cx="{x}" cy="{y}" r="{radius:g}" {look}/>'
     return f"<g>{title}{ring}{shape}</g>"
 
 
@@ -301,11 +291,6 @@ def bar_chart(bars: Sequence[Bar], *, label: str, scale: float = 1.0) -> str:
         for t in ticks(0, high / scale, 5)
     ]
     return _chart(label, _axes(across, upwards) + "".join(drawn))
-
-
-def plain(mark: Mark) -> Mark:
-    """Returns a mark for a chart without a best step."""
-    return replace(mark, best=False)
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median, median_low
 from typing import Final
@@ -286,7 +287,7 @@ def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
         values = [(step, value) for step, value in found if value is not None]
         marks = _steps.marks(told, name)
         if keep is None or name != keep.metric_name:  # the best step is best by one metric only
-            marks = [_svg.plain(mark) for mark in marks]
+            marks = [replace(mark, best=False) for mark in marks]
         drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
         if values:
             charts.append(_figure(escape(name, 80), drawn, _extremes(values)))
