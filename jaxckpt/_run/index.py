@@ -34,7 +34,7 @@ from jaxckpt.types import StepInfo
 T = TypeVar("T")
 U = TypeVar("U")
 _AT_ONCE: Final = 192  # of 1,000 steps, so many are looked at together
-_ON_DISK: Final = 32  # the same, in a file system that takes its time
+_ON_DISK: Final = 32  # the same, on a slow file system
 _SLOW_S: Final = 1e-3  # a call that takes longer waits for another machine
 _LEAST_TIMED: Final = 32
 # Meanwhile a writer may delete all steps in a listing, having committed newer steps.

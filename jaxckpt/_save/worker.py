@@ -100,7 +100,7 @@ class Worker(Generic[S]):
     pick: Callable[[], S | None] | None = None
     # Calls a function that waits for the saves, when it is stopped.
     stopping: Callable[[Callable[[], None]], object] = lambda finish: finish()
-    late: Callable[[str], str] | None = None  # says what waits, given after how long
+    late: Callable[[str], str] | None = None  # names the waiting saves, given a time
     refusal: str = (  # in its own thread
         "functions such as on_commit cannot wait for saves, which wait for them; wait in the "
         "thread that calls `save`"
@@ -131,7 +131,7 @@ class Worker(Generic[S]):
             with self.lock:
                 if self.current is not handle:
                     self._saves.pop(handle, None)
-            self._begin()  # that of another thread, which relied on this one
+            self._begin()  # for another thread, which relied on this one
             raise
 
     def _begin(self) -> None:

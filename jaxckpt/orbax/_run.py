@@ -46,7 +46,7 @@ class Run(Closing):
         called = background.post_finalization_callback
         given["on_commit"] = None if called is None else lambda _: called()
         given["timeout_s"] = background.timeout_secs
-        # Of one digit or more: given no names, jaxckpt names steps like those that are there.
+        # At least one digit: without names, jaxckpt would adopt the names that it finds.
         named = StepNames(prefix=options.step_prefix, digits=options.step_format_fixed_length or 1)
         self._names = names_of(options.step_name_format) or named
         move_to, self._when = options.todelete_subdir, options.saves()

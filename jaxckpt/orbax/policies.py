@@ -313,7 +313,7 @@ def _best(policy: Any) -> dict[str, Any]:
             return policy.keep_checkpoints_without_metrics
         try:
             policy.get_metric_fn(info.metrics)
-        except KeyError:  # Orbax deletes no step while there is one that it cannot rank
+        except KeyError:  # then Orbax deletes no step
             return True
         return False
 
