@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
@@ -11,6 +9,7 @@ from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.storage import listing
+from jaxckpt.storage._ahead import contradiction
 from jaxckpt.types import Problem, VerifyReport
 
 
@@ -37,8 +36,7 @@ def _verify(index: StepIndex, number: int) -> VerifyReport | None:
         return verify_in(index.storage, path)
     except CheckpointNotFound:
         if names.COMMIT_MARKER in (listing(index.storage, path) or {}):
-            marker = f"{path}/{names.COMMIT_MARKER}"
-            raise OSError(errno.EIO, "is listed, but said to be missing", marker) from None
+            raise contradiction(f"{path}/{names.COMMIT_MARKER}") from None
         return None
 
 

@@ -101,6 +101,12 @@ def _read(storage: Storage, file: str) -> bytes | None:
         return None
 
 
+def contradiction(file: str) -> OSError:
+    """Returns the error if a store lists a file and answers that it is missing."""
+    what = "is listed, but said to be missing: try again, and see whether a proxy or cache is wrong"
+    return OSError(errno.EIO, what, file)
+
+
 def now(storage: Storage) -> Storage:
     """Returns the storage behind a view, which reads the present contents."""
     return storage.inner if isinstance(storage, Ahead) else storage
@@ -155,7 +161,7 @@ class Ahead:
             except FileNotFoundError:
                 if not is_there or name not in (listing(self.inner, folder) or {}):
                     raise
-        raise OSError(errno.EIO, "is listed, but said to be missing", path)
+        raise contradiction(path)
 
     def kind(self, path: str) -> EntryKind | None:
         if path in self._folders:
