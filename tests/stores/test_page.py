@@ -88,11 +88,13 @@ def test_requests_are_at_most_those_of_the_page(request, proxied, limits, name):
     for what, found in counted.items():
         print(f"{what}: {found.total() - found['in a row']} {dict(found)}")
     assert counted.keys() == told().keys()
+    # Threads that start late, on a busy machine, make another round of the same requests.
+    late = Counter({"in a row": 2})
     above = {
         what: dict(found)
         for what, found in counted.items()
         if found.total() - found["in a row"] > told()[what]["total"]
-        or any(found[kind] > told()[what][kind] for kind in KINDS)
+        or any(found[kind] > told()[what][kind] + late[kind] for kind in KINDS)
     }
     assert above == {}
 
