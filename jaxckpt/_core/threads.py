@@ -67,9 +67,9 @@ class Threads:
     def __init__(self, name: str, most: float) -> None:
         self._name, self._most = name, most
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._lock = threading.Lock()  # guards the two below
-        self._started = 0
+        # A signal may leave the lock of a `Semaphore` taken, but not this one.
+        self._lock = threading.Lock()  # guards the three below
+        self._started = self._idle = 0
         self._under_way: set[Future[Any]] = set()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -78,19 +78,21 @@ class Threads:
         if sys.is_finalizing():  # no other thread runs any more
             _make(future, call)
             return future
+        future.add_done_callback(self._forget)
         with self._lock:
             self._under_way.add(future)
-            starts = not self._idle.acquire(blocking=False) and self._started < self._most
+            starts = not self._idle and self._started < self._most
             self._started += starts
-        future.add_done_callback(self._forget)
+            self._idle -= self._idle > 0
         if starts:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
-                thread.start()
-            except RuntimeError:  # the interpreter is ending, or the system has no more threads
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except BaseException as error:
                 with self._lock:
                     self._started -= 1
-                _make(future, call)
+                if not isinstance(error, RuntimeError):  # a signal
+                    raise
+                _make(future, call)  # the interpreter is ending, or there can be no more threads
                 return future
         self._calls.put((future, call))
         return future
@@ -104,7 +106,8 @@ class Threads:
             future, call = self._calls.get()
             _make(future, call)
             del future, call  # refer to the result
-            self._idle.release()
+            with self._lock:
+                self._idle += 1
 
     def under_way(self) -> list[Future[Any]]:
         """Returns the calls that have not ended."""

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
@@ -127,12 +126,14 @@ class Leases:
 
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""
-        self.unsettled = True
-        if steps:
+        self.unsettled, is_gone = True, False
+        if not steps:
+            with contextlib.suppress(OSError):  # who may not delete leaves an empty list
+                self.index.storage.delete_files([self.doomed_file])
+                is_gone = True
+        if not is_gone:
             data = run.encode(Doomed(steps=list(steps)))
             self.index.storage.write(self.doomed_file, data)
-        else:
-            self.index.storage.delete_files([self.doomed_file])
         self.unsettled = bool(steps)
 
     def settle(self, token: str) -> None:
@@ -143,12 +144,7 @@ class Leases:
         doomed = self.doomed()
         if doomed.owner in (token, ""):
             paths = {name: f"{self.index.root}/{name}" for name in doomed.steps}
-            try:
-                self.doom([name for name, path in paths.items() if self._is_left(path)])
-            except OSError:  # then at least the next job does not finish it
-                data = run.encode(replace(doomed, owner=""))
-                self.index.storage.write(self.doomed_file, data)
-                raise
+            self.doom([name for name, path in paths.items() if self._is_left(path)])
         else:
             self.unsettled = False
 

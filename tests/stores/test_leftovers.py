@@ -165,6 +165,27 @@ def test_what_a_refused_deletion_left_is_removed(place, trial, then):
     assert number >= 10
 
 
+def test_who_may_not_delete_saves_on(place, trial):
+    """Each step that the policy would delete stays, and `problems` says why."""
+    url, _, proxy = place
+    proxy.add(Answer(403), method="DELETE")
+    proxy.add(Answer(403), method="POST", path="delete")
+    with jaxckpt.CheckpointManager(url, keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        for step in range(1, 5):
+            manager.save(step, state(step)).result()
+        told = manager.problems
+    proxy.heal()
+
+    with trial("36", "each deletion of a run is refused"):
+        assert jaxckpt.CheckpointManager(url, mode="r").all_steps() == [1, 2, 3, 4]
+        assert any("cannot be deleted" in one and "no permission" in one for one in told)
+    end_leases(url)
+    with jaxckpt.CheckpointManager(url, keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        manager.save(5, state(5)).result()
+    assert steps_with_files(url) == {"5"}
+    assert names.DOOMED not in files_of(url)
+
+
 @pytest.fixture
 def lagging(gcs_server, use_store):
     """A bucket whose listings can be stopped: `url, bucket`."""
