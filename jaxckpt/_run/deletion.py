@@ -44,7 +44,7 @@ from jaxckpt._run.leftovers import remove_remains
 from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed
-from jaxckpt.storage import Storage, is_temporary_file, together
+from jaxckpt.storage import Storage, check_listed, is_temporary_file, together
 
 _MOVE_TO: Final = "KeepPolicy.move_to"
 
@@ -277,6 +277,7 @@ class Deletion:
         index.forget(number)
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
+            check_listed(index.storage, file or path)
             self.owner.check()
             self.leases.check_unchanged(name := posixpath.basename(path))
             doomed = self._named_as_doomed(name)

@@ -25,6 +25,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import names
 from jaxckpt.multihost import Processes, leading, meet
+from jaxckpt.storage import check_listed
 
 T = TypeVar("T")
 Check = Callable[[Found | None], None]
@@ -177,7 +178,11 @@ class Resume:
             with nullcontext(True) if self.writes else root.leases.protect(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
                 check = partial(self._check, index, step, there, avoids_marked)
-                value = reading(index, step, check)
+                try:
+                    value = reading(index, step, check)
+                except CorruptCheckpoint as damage:
+                    check_listed(index.storage, damage.file or index.path(step))
+                    raise
         except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
             raise
         except Exception as caught:  # reported to the others, then judged

@@ -34,7 +34,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
-from jaxckpt.storage._ahead import ahead, listed, now, together
+from jaxckpt.storage._ahead import ahead, check_listed, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import LocalStorage, files_in, is_temporary_file, listing, usable_cores
 from jaxckpt.storage._memory import MemoryStorage
@@ -53,6 +53,7 @@ __all__ = [
     "StoreSettings",
     "ahead",
     "beside",
+    "check_listed",
     "drop_cached",
     "files_in",
     "free_bytes",

@@ -101,10 +101,18 @@ def _read(storage: Storage, file: str) -> bytes | None:
         return None
 
 
-def contradiction(file: str) -> OSError:
-    """Returns the error if a store lists a file and answers that it is missing."""
-    what = "is listed, but said to be missing: try again, and see whether a proxy or cache is wrong"
-    return OSError(errno.EIO, what, file)
+def contradiction(file: str, what: str = "is listed, but said to be missing") -> OSError:
+    """Returns the error if a store lists a file and answers that it is missing, or the reverse."""
+    advice = "try again, and see whether a proxy or cache is wrong"
+    return OSError(errno.EIO, f"{what}: {advice}", file)
+
+
+def check_listed(storage: Storage, file: str) -> None:
+    """Raises OSError if a store has a file that its listing lacks: it only looks missing."""
+    (folder, name), storage = posixpath.split(file), now(storage)
+    lags = not storage.atomic_rename and name not in (listing(storage, folder) or {})
+    if lags and storage.kind(file) == "file":
+        raise contradiction(file, "is there, but not listed")
 
 
 def now(storage: Storage) -> Storage:

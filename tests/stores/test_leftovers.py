@@ -223,6 +223,28 @@ def test_a_step_that_a_listing_does_not_show_yet_is_not_lost(lagging):
     assert is_state(jaxckpt.restore(run), 2)
 
 
+def test_a_file_that_a_listing_does_not_show_is_no_damage(lagging):
+    """Else the step would be set aside, without that file."""
+    run, bucket = lagging
+    with jaxckpt.CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).result()
+    storage, path = locate(run)
+    file = f"{path}/2/state/{names.OCDBT_MANIFEST}"
+    data = storage.read(file, max_bytes=1 << 20)
+    storage.delete(file)
+    bucket.freeze(lists=True)
+    storage.write(file, data)
+
+    with jaxckpt.CheckpointManager(run) as manager:
+        with pytest.raises(OSError, match="not listed"):
+            manager.restore()
+        assert manager.scrub()[2].damaged  # says who reads it by the listing
+        assert any("not listed" in problem for problem in manager.problems)
+        bucket.thaw()
+        assert is_state(manager.restore(), 2)
+
+
 def test_where_reads_lag_a_save_fails_and_the_next_one_works(lagging):
     """It cannot find its own file, so another writer may have taken over; nothing is lost."""
     run, bucket = lagging
