@@ -310,8 +310,6 @@ def _leaves_of(node: Any, path: tuple[str, ...], kinds: tuple[int, ...]) -> list
     if isinstance(node, msgpack.Placeholder):
         alias = None if node.name == leaf.name else node.name
         return [replace(leaf, kind="numpy", dtype="", alias=alias)]
-    if isinstance(node, msgpack.FlaxArrayPlaceholder):
-        return [replace(leaf, kind="numpy", dtype="", alias=node.path)]
     return [_with_value(replace(leaf, kind="absent", dtype=""), node)]
 
 

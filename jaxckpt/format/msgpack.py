@@ -44,26 +44,18 @@ _HEAD: Final = re.compile(
     rb"(?s)([\x81-\x8f]|\xde..|\xdf....)[\x00-\x1f\xa0-\xbf\xd9-\xdb]|\x80$|[\xc7-\xc9\xd4-\xd8]"
 )
 _REFUSALS: Final = ValueError, TypeError, OverflowError, RecursionError, MemoryError
-_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
-_FLAX_PLACEHOLDER: Final = "//GDAPlaceholder:"
+_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")  # the last of Flax
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Stands for a zarr array stored in the item beside the msgpack file."""
+    """Stands for a zarr array beside the msgpack file; of Flax, in `<checkpoint file>_gda/`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class FlaxArrayPlaceholder:
-    """Stands for the zarr array `path` in `<checkpoint file>_gda/`, written by multi-host Flax."""
-
-    path: str
-
-
 Scalar: TypeAlias = bool | int | float | complex | str | bytes | None
-Leaf: TypeAlias = Scalar | np.ndarray | np.generic | Placeholder | FlaxArrayPlaceholder
+Leaf: TypeAlias = Scalar | np.ndarray | np.generic | Placeholder
 Tree: TypeAlias = dict[str | int, "Tree"] | list["Tree"] | Leaf
 
 
@@ -209,12 +201,10 @@ class _Decoder:
             return node
         raise self._corrupt(f"unsupported type {type(node).__name__}")  # a msgpack timestamp
 
-    def _string(self, text: str) -> str | Placeholder | FlaxArrayPlaceholder:
+    def _string(self, text: str) -> str | Placeholder:
         for prefix in _PLACEHOLDERS:
             if text.startswith(prefix):
                 return Placeholder(self._inside(text.removeprefix(prefix)))
-        if text.startswith(_FLAX_PLACEHOLDER):
-            return FlaxArrayPlaceholder(self._inside(text.removeprefix(_FLAX_PLACEHOLDER)))
         return text
 
     def _inside(self, name: str) -> str:

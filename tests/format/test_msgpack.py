@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.format.msgpack import FlaxArrayPlaceholder, Placeholder, decode, is_like_tree
+from jaxckpt.format.msgpack import Placeholder, decode, is_like_tree
 from tests.golden.fixture import Golden, golden_names
 
 msgpack = pytest.importorskip("msgpack")
@@ -233,7 +233,7 @@ def test_recognises_placeholders() -> None:
     assert decode(packed(tree)) == {
         "a": Placeholder("params.w"),
         "b": [Placeholder("b.0")],
-        "c": FlaxArrayPlaceholder("params/w"),
+        "c": Placeholder("params/w"),
         "bare": Placeholder(""),
         "text": "see PLACEHOLDER://",
     }
