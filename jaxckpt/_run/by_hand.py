@@ -76,7 +76,7 @@ class ByHand:
             for number, report in reports.items():
                 if report.damaged:
                     self.roots[0].mend_part(root, number)
-            mates.barrier(f"{name} mended", timeout_s=self.timeout_s)
+            mates.gather(f"{name} mended", None, len, timeout_s=self.timeout_s)
             settle = partial(self._settle, root, reports)
             for number in lead(mates, f"{name} done", settle, **limits):
                 reports[number] = replace(reports[number], problems=())

@@ -95,7 +95,7 @@ class Tiers:
         limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
         name = f"uploads {where}"
         # If process 0 called this alone, the next calls of the others would get its answer.
-        self.sender.processes.barrier(name, timeout_s=limit_s)
+        self.sender.processes.gather(name, None, len, timeout_s=limit_s)
         decided = lead(self.sender.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 

@@ -1,6 +1,6 @@
-"""Barrier, gather and agree among the processes of a job, each with a time limit.
+"""Gather and agree among the processes of a job, each with a time limit.
 
-_protocol     barrier, gather and agree
+_protocol     gather and agree
 _collective   makes all processes return or all raise
 _group        the processes that write to one directory
 _distributed  the rounds over a key-value service

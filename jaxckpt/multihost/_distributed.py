@@ -98,9 +98,6 @@ class Distributed:
     def process_of(self, device: Device) -> int:
         return device.process_index
 
-    def barrier(self, name: str, *, timeout_s: float) -> None:
-        self.gather(name, None, lambda _: None, timeout_s=timeout_s)
-
     def gather(
         self,
         name: str,

@@ -19,9 +19,9 @@ class Device(Protocol):
 class Processes(Protocol):
     """The processes of one job, seen from one of them.
 
-    `barrier`, `gather` and `agree` are rounds: every process of the job makes the same call with
-    the same `name`, from any thread. A name identifies one round, so put the step and the attempt
-    in it; using it again starts the next round of that name. Nothing here touches a device.
+    `gather` and `agree` are rounds: every process of the job makes the same call with the same
+    `name`, from any thread. A name identifies one round, so put the step and the attempt in it;
+    using it again starts the next round of that name. Nothing here touches a device.
 
     Values are passed through JSON on every process, the sender's too: tuples become lists, dict
     keys strings.
@@ -44,10 +44,6 @@ class Processes(Protocol):
 
     def process_of(self, device: Device) -> int:
         """Returns the process that drives `device`."""
-        ...
-
-    def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Waits until every process arrives."""
         ...
 
     def gather(

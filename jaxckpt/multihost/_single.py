@@ -20,9 +20,6 @@ class Single:
         del device
         return 0
 
-    def barrier(self, name: str, *, timeout_s: float) -> None:
-        del name, timeout_s
-
     def gather(
         self,
         name: str,

@@ -91,8 +91,8 @@ class SimulatedProcesses:
         return devices.index(device) * self.count // len(devices)
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        self._arrive()
-        self._rounds.barrier(name, timeout_s=timeout_s)
+        """Waits until every process arrives."""
+        self.gather(name, None, timeout_s=timeout_s)
 
     def gather(
         self,

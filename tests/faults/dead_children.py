@@ -127,7 +127,7 @@ def come_late(me, root, late, where, deadline_s):
         manager = jaxckpt.CheckpointManager(root, timeout_s=deadline_s)
         save(manager, me, 1)
     meetings = {
-        "barrier": lambda: processes.barrier("same", timeout_s=deadline_s),
+        "barrier": lambda: processes.gather("same", None, timeout_s=deadline_s),
         "gather": lambda: processes.gather("same", me.index, timeout_s=deadline_s),
         "agree": lambda: processes.agree("same", me.index, timeout_s=deadline_s),
         "open": lambda: jaxckpt.CheckpointManager(root, timeout_s=deadline_s).close(),
@@ -149,7 +149,7 @@ def meet_often(me, rounds):
 
     found = []
     for n in range(rounds):
-        current().barrier("again", timeout_s=20)
+        current().gather("again", None, timeout_s=20)
         found.append(current().gather("again", [n, me.index], timeout_s=20))
         found.append(current().agree("again", [n, me.index], timeout_s=20))
     return found

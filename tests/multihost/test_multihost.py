@@ -180,7 +180,7 @@ def test_a_round_that_failed_is_deleted_when_all_know():
     def fail_once(us):
         worker.law_a_missing_process_is_named_on_all(us)
         for n in range(3):
-            us.barrier(f"{n}", timeout_s=30)
+            us.gather(f"{n}", None, timeout_s=30)
         return [key for key in us.service.entries if "missing" in key]
 
     assert simulate(3, fail_once) == [[]] * 3
@@ -195,7 +195,7 @@ def test_a_call_that_one_process_made_alone_spoils_no_later_one(alone):
         if us.index == alone:
             with pytest.raises(CheckpointTimeout):
                 us.gather("restore", "alone", timeout_s=0.2)
-        us.barrier("next", timeout_s=30)
+        us.gather("next", None, timeout_s=30)
         return [us.gather("restore", f"{us.index} {n}", timeout_s=30) for n in range(3)]
 
     found = simulate(3, call_alone_once)
@@ -213,7 +213,7 @@ def test_no_process_succeeds_where_another_fails(seed):
         dice = random.Random(f"{seed} {us.index}")
         outcomes = []
         for n in range(20):
-            us.barrier(f"start {n}", timeout_s=30)
+            us.gather(f"start {n}", None, timeout_s=30)
             time.sleep(dice.choice([0, 0.5, 0.9, 1.0, 1.1]) * timeout_s)
             try:
                 outcomes.append(us.gather(f"{n}", us.index, timeout_s=timeout_s))
@@ -374,7 +374,7 @@ def test_a_service_that_hangs_does_not_hang_us():
     us = Distributed(index=0, count=2, service=_service._Service(Hanging()))
 
     with pytest.raises(CheckpointTimeout, match="did not answer") as caught:
-        us.barrier("x", timeout_s=0.1)
+        us.gather("x", None, timeout_s=0.1)
     release.set()
 
     assert caught.value.missing == (0,)
@@ -470,7 +470,7 @@ def test_simulated_death_runs_no_error_handler():
             handled.append(us.index)
         except ProcessKilled:
             with pytest.raises(ProcessKilled):
-                us.barrier("x", timeout_s=1)
+                us.gather("x", None, timeout_s=1)
             raise
 
     assert simulate(2, die) == [None, None]
@@ -484,7 +484,7 @@ def test_simulate_raises_the_first_error_and_notes_the_others():
     def fail(us):
         if us.index == 2:
             raise ValueError("the cause")
-        us.barrier("x", timeout_s=0.2)
+        us.gather("x", None, timeout_s=0.2)
 
     with pytest.raises(ValueError, match="the cause") as caught:
         simulate(3, fail)

@@ -84,7 +84,7 @@ def as_processes(test):
 
 
 def meet(processes):
-    processes.barrier("test", timeout_s=20)
+    processes.gather("test", None, timeout_s=20)
 
 
 def in_first(processes, do):

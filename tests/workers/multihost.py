@@ -36,7 +36,7 @@ def law_nobody_leaves_a_barrier_before_all_are_there(us):
     """The last to arrive comes before the first to leave, though one is late."""
     let_the_last_be_late(us)
     arrived = time.monotonic()  # one clock for all processes of a machine
-    us.barrier("meet", timeout_s=LONG_S)
+    us.gather("meet", None, timeout_s=LONG_S)
     left = time.monotonic()
 
     times = us.gather("times", [arrived, left], timeout_s=LONG_S)
@@ -70,7 +70,7 @@ def law_a_name_used_again_is_a_new_meeting(us):
             [n, i] for i in range(us.count)
         ]
         assert us.agree("again", n, timeout_s=LONG_S) == n
-        us.barrier("again", timeout_s=LONG_S)
+        us.gather("again", None, timeout_s=LONG_S)
 
 
 def law_no_name_is_part_of_another(us):
@@ -128,7 +128,7 @@ def law_a_missing_process_is_named_on_all(us):
     """All who wait learn who is missing, it learns it when it comes, and then all is well again."""
     last = us.count - 1
     for meet in verbs(us):
-        us.barrier("start", timeout_s=LONG_S)
+        us.gather("start", None, timeout_s=LONG_S)
         if us.index == last:
             us.agree("the others gave up", None, timeout_s=LONG_S)
         missed(meet, "missing", [last])
@@ -140,7 +140,7 @@ def law_a_missing_process_is_named_on_all(us):
 def law_all_who_are_missing_are_named(us):
     """Only process 1 comes in time."""
     missing = [index for index in range(us.count) if index != 1]
-    us.barrier("start", timeout_s=LONG_S)
+    us.gather("start", None, timeout_s=LONG_S)
     if us.index != 1:
         us.gather("process 1 gave up", None, timeout_s=LONG_S)
     missed(verbs(us)[0], "alone", missing)
@@ -155,7 +155,7 @@ def law_process_0_may_be_the_missing_one(us):
         us.agree(name, None, timeout_s=short_s(us))
 
     for meet in [*verbs(us), agree]:
-        us.barrier("start", timeout_s=LONG_S)
+        us.gather("start", None, timeout_s=LONG_S)
         if us.index == 0:
             us.gather("the others gave up", None, timeout_s=LONG_S)
         missed(meet, "without 0", [0])
@@ -190,7 +190,7 @@ def verbs(us):
     """The rounds that wait for everybody."""
     return [
         lambda name: us.gather(name, us.index, timeout_s=short_s(us)),
-        lambda name: us.barrier(name, timeout_s=short_s(us)),
+        lambda name: us.gather(name, None, timeout_s=short_s(us)),
     ]
 
 
@@ -237,7 +237,7 @@ def lose_one(me, loser):
     # At an abort it reads the stacks of threads that run on, and may crash over that.
     faulthandler.disable()
     us = current()
-    us.barrier("start", timeout_s=LONG_S)
+    us.gather("start", None, timeout_s=LONG_S)
     me.reach("started")
     if me.index == loser:
         me.wait_for("never")
@@ -248,7 +248,7 @@ def lose_one(me, loser):
 def die_in_the_middle(me, loser):
     """`loser` kills itself while the others are already waiting for it."""
     us = current()
-    us.barrier("start", timeout_s=LONG_S)
+    us.gather("start", None, timeout_s=LONG_S)
     if me.index == loser:
         time.sleep(0.3)
         me.die()
