@@ -26,7 +26,6 @@ from jaxckpt._disk.find import read_step
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.by_hand import ByHand
-from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.config import (
     MANAGER,
     LocalTier,
@@ -201,10 +200,11 @@ class CheckpointManager:
             notice=notice,
         )
         self._saver = Saver(self._roots, self._processes, options, self._tiers)
-        about: Any = {"roots": self._roots, "processes": self._processes, "timeout_s": timeout_s}
         self._resume = Resume(
-            **about,
-            candidates=Candidates(**about, keep=keep),
+            roots=self._roots,
+            processes=self._processes,
+            timeout_s=timeout_s,
+            keep=keep,
             budget_bytes=budget_bytes,
             writes=writes,
             on_damage=self._saver.incremental.clear,
@@ -471,7 +471,7 @@ class CheckpointManager:
             )
         request = self._request(options)
         start_s = time.monotonic()
-        steps = self._resume.candidates.of("latest")
+        steps = self._resume.of("latest")
         if not steps:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
@@ -520,12 +520,12 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """Returns the committed steps in order. Lists the directory of each and reads no file."""
         self._begin_call()
-        return [*self._resume.candidates.listed()]
+        return [*self._resume.listed()]
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is complete, or None."""
         self._begin_call()
-        return self._resume.candidates.newest()
+        return self._resume.newest()
 
     @property
     def tiers(self) -> dict[str, list[int] | None]:
@@ -542,7 +542,7 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        return self._resume.candidates.best()
+        return self._resume.best()
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none.

@@ -15,7 +15,6 @@ from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.copies import Copy, Saved
 from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.root import Root
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -24,7 +23,7 @@ from jaxckpt.errors import (
     ProcessesDisagree,
 )
 from jaxckpt.format import names
-from jaxckpt.multihost import Processes, leading, meet
+from jaxckpt.multihost import leading, meet
 from jaxckpt.storage import check_listed
 
 T = TypeVar("T")
@@ -44,20 +43,12 @@ _DAMAGE: Final = {"marked": _Marked, "corrupt": CorruptCheckpoint, "absent": Che
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Resume(Candidates):
     """Restores steps of a run, the same steps in every process."""
 
-    candidates: Candidates
-    roots: tuple[Root, ...]  # where its steps are, the nearest first
-    processes: Processes
-    timeout_s: float
     budget_bytes: int  # host memory for what comes from other disks
     writes: bool  # if True, sets damaged steps aside; if False, leases steps while reading
     on_damage: Callable[[], None]  # called when a copy is found damaged
-
-    @property
-    def _name(self) -> str:
-        return self.roots[-1].index.root
 
     def report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
@@ -97,7 +88,7 @@ class Resume:
                 nothing else may be restored.
             ProcessesDisagree: another process failed.
         """
-        copies = self.candidates.of(wanted) if copies is None else copies
+        copies = self.of(wanted) if copies is None else copies
         fallback = fallback and isinstance(wanted, str)
         if not copies:
             what = f"{self._name} {self.roots[-1].index.emptiness()}. Is it the right directory?"
@@ -130,7 +121,7 @@ class Resume:
                 wanted, reading, fallback=fallback, copies=copies, again=False, avoids_marked=False
             )
         is_gone = not any(attempt.is_corrupt for attempt in damaged)
-        if is_gone and again and (now := self.candidates.of(wanted)) != copies:
+        if is_gone and again and (now := self.of(wanted)) != copies:
             found = self.first_whole(wanted, reading, fallback=fallback, copies=now, again=False)
             return copies[0].step, *found[1:]
         if len(copies) == 1 and damaged[0].is_first:
