@@ -306,9 +306,9 @@ def run_at(tmp_path, where, item="state"):
 def deletion(storage, root):
     index = StepIndex(storage, root)
     leases = Leases(index)
-    owner = Ownership(index, leases)
+    owner = Ownership(leases)
     owner.take_over(None)
-    return Deletion(index, leases, owner)
+    return Deletion(leases, owner)
 
 
 def check_the_rest(url):

@@ -33,9 +33,9 @@ def saved(place, *steps, **options):
 def deletion(index):
     """What deletes steps of a run, for a job that owns it."""
     leases = Leases(index)
-    owner = Ownership(index, leases)
+    owner = Ownership(leases)
     owner.take_over(None)
-    return Deletion(index, leases, owner)
+    return Deletion(leases, owner)
 
 
 # --- making one ------------------------------------------------------------------------------

@@ -63,10 +63,8 @@ class Owner(Protocol):
 
 @final
 class Deletion:
-    def __init__(
-        self, index: StepIndex, leases: Leases, owner: Owner, *, move_to: str | None = None
-    ) -> None:
-        self.index = index
+    def __init__(self, leases: Leases, owner: Owner, *, move_to: str | None = None) -> None:
+        self.index = index = leases.index
         self.leases = leases
         self.owner = owner
         self.move_to = move_to  # where steps go instead of being deleted

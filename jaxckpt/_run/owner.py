@@ -48,7 +48,6 @@ class Ownership:
 
     def __init__(
         self,
-        index: StepIndex,
         leases: Leases,
         *,
         keep: Mapping[str, Any] | None = None,
@@ -66,7 +65,7 @@ class Ownership:
         self.run: str | None = None  # the id of the root, once it was checked
         # Why a step is damaged, and which file, by step: what a guest could not set aside.
         self.damaged: dict[int, tuple[str, str | None]] = {}
-        self._index = index
+        self._index = leases.index
         self._leases = leases
         self._keep = keep
         self._ledger = ledger
@@ -193,7 +192,7 @@ class Ownership:
         """Deletes the steps that the owner before was deleting: it may go on at any moment."""
         numbers = interrupted(self._index, listing, doomed)
         steps = [listing.steps[number] for number in numbers]
-        Deletion(self._index, self._leases, self, move_to=doomed.move_to).finish(steps)
+        Deletion(self._leases, self, move_to=doomed.move_to).finish(steps)
         for number in numbers:
             self._index.forget(number)
 
@@ -266,7 +265,7 @@ class Ownership:
         if self._hold is None:
             self._leave_alone_if_ahead(step, self._still_damaged())
         self.take_over(self._index.owner())
-        deletion = Deletion(self._index, self._leases, self)
+        deletion = Deletion(self._leases, self)
         for number, (why, file) in self._still_damaged().items():
             deletion.set_aside(number, why, file=file)
         self.damaged.clear()

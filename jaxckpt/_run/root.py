@@ -78,8 +78,8 @@ class Root:
         index = StepIndex(storage, root, naming=naming)
         leases = Leases(index)
         ledger, keeps = Ledger(index), tier == DURABLE
-        owner = Ownership(index, leases, keep=keep.fields(), ledger=ledger if keeps else None)
-        deletion = Deletion(index, leases, owner, move_to=keep.move_to)
+        owner = Ownership(leases, keep=keep.fields(), ledger=ledger if keeps else None)
+        deletion = Deletion(leases, owner, move_to=keep.move_to)
         return cls(
             tier=tier,
             index=index,

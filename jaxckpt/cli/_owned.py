@@ -28,8 +28,8 @@ def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> De
 def _parts(storage: Storage, root: str, keep: KeepPolicy | None) -> tuple[Deletion, Ownership]:
     index = StepIndex(storage, root, quiet=True)
     leases = Leases(index)
-    owner = Ownership(index, leases)
-    return Deletion(index, leases, owner, move_to=keep and keep.move_to), owner
+    owner = Ownership(leases)
+    return Deletion(leases, owner, move_to=keep and keep.move_to), owner
 
 
 def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:

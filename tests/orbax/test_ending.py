@@ -55,7 +55,7 @@ def test_the_files_of_a_job_that_has_taken_the_run_over_stay(tmp_path):
     late.save(1, args=ocp.args.StandardSave({"n": 1}))
     late.wait_until_finished()
     index = StepIndex(*locate(tmp_path))
-    other = Ownership(index, Leases(index))
+    other = Ownership(Leases(index))
     other.take_over(index.owner())
 
     late.close()

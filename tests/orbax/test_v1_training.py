@@ -157,7 +157,7 @@ def test_a_run_that_another_job_took_over_is_not_changed(tmp_path, step, options
     c = ocp.training.Checkpointer(tmp_path)
     assert [c.save(1, {"n": 1}), c.save(2, {"n": 2})] == [True, True]
     index = StepIndex(LocalStorage(), str(tmp_path))
-    other = Ownership(index, Leases(index))
+    other = Ownership(Leases(index))
     other.open()
     other.fence()
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}

@@ -104,7 +104,7 @@ def settle(manager, processes):
 def ownership(storage, root):
     """Returns the ownership that another job has of a run."""
     index = StepIndex(storage, str(root))
-    return Ownership(index, Leases(index))
+    return Ownership(Leases(index))
 
 
 def end_saves(manager):

@@ -354,9 +354,9 @@ class Run:
     def __init__(self, storage, root, **fields):
         self.index = StepIndex(storage, root, **fields)
         self.leases = Leases(self.index)
-        self.owner = Ownership(self.index, self.leases)
+        self.owner = Ownership(self.leases)
         self.owner.token = TOKEN
-        self.deletion = Deletion(self.index, self.leases, self.owner)
+        self.deletion = Deletion(self.leases, self.owner)
 
 
 class World:
@@ -1308,7 +1308,7 @@ def test_a_step_that_is_saved_again_after_a_deletion_that_failed_stays(world, er
 def moving(world, storage=None):
     """A job whose deletions move steps."""
     found = world.run(storage, naming=StepNames())
-    found.deletion = Deletion(found.index, found.leases, found.owner, move_to="bin")
+    found.deletion = Deletion(found.leases, found.owner, move_to="bin")
     return found
 
 

@@ -183,7 +183,7 @@ def test_an_upload_that_stalls_at_any_call_harms_no_step_of_the_next_job(
         if tries > 1:
             leave_all_but_the_marker(small, root)
         storage = Stalling(MemoryStorage(), -1, take_over, lapses=True)
-        owner = Ownership(index := index_of(PathIn(storage, root)), Leases(index))
+        owner = Ownership(Leases(index := index_of(PathIn(storage, root))))
         owner.open(None, 1)
         storage._count, storage._at = itertools.count(), at
         with contextlib.suppress(CheckpointError):
