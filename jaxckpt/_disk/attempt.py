@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
@@ -59,13 +58,6 @@ class Attempts:
                 f"({work}/{names.WRITER} {'is gone' if owner is None else 'is theirs'}). "
                 "Let only one job save here."
             )
-
-    @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            warn(self.path, f"the remains of a failed save cannot be removed: {error}")
 
 
 def read_small(storage: Storage, file: str) -> str | None:

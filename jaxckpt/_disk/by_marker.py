@@ -206,25 +206,19 @@ class MarkerCommit(Attempts):
         return False
 
     def abort(self, token: str, *, published: bool) -> None:
-        """Removes the files of an attempt, unless its marker may still arrive."""
+        """Removes the files of an attempt, begun or not, unless its marker may still arrive."""
         if published:
             return
         files = [*self.storage.files(self.path)]  # before the look whose they are
-        if read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
-            return
+        is_ours = read_small(self.storage, f"{self.path}/{names.WRITER}") == token
         marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         with contextlib.suppress(SaveFailed):  # another writer has the directory now
-            if marker is None:
+            if is_ours and marker is None:
                 self._delete_left(files)
                 return
-            if token not in marker:  # somebody committed before this writer claimed the directory
-                self.discard(token)
-            self._delete([names.WRITER])
-
-    def discard(self, token: str) -> None:
-        """Removes what other processes wrote for an attempt that did not begin. Never raises."""
-        with self._warning():
-            self._delete([file for file in self.storage.files(self.path) if token in file])
+            if token not in (marker or ""):  # else it is committed
+                self._delete([file for file in files if token in file])
+            self._delete([names.WRITER] if is_ours else [])
 
     def remove(
         self,

@@ -106,10 +106,6 @@ class RenameCommit(Attempts):
         if read_small(self.storage, f"{work}/{names.WRITER}") in mine:
             self.storage.delete(work)
 
-    def discard(self, token: str) -> None:
-        with self._warning():
-            self.storage.delete(self.work(token).path)
-
     def remove(
         self, files: object = None, *, check: Check = int, renamed: Check = int, **_: object
     ) -> None:

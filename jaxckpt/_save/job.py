@@ -187,7 +187,7 @@ class SaveJob:
                 self._transaction.abort()
             elif request.group.leads and request.token is not None:
                 # Other processes may have written where process 0 could not.
-                commit_of(request.storage, request.path).discard(request.token)
+                Transaction(request.storage, request.path, request.token, False).abort()
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
         finally:
             self.leave()

@@ -401,7 +401,7 @@ def test_files_of_an_attempt_that_lost_the_directory_are_no_part_of_a_checkpoint
     world.save(WatchedStorage(world.storage, write_late), 2)
     assert world.storage.kind(late) == "file"
     assert world.seed() == 2
-    commit_of(world.storage, world.path).discard(token)
+    commit_of(world.storage, world.path).abort(token, published=False)
 
     assert world.storage.kind(late) is None
     assert world.seed() == 2
