@@ -49,7 +49,7 @@ def read_tree(found: Found, name: str, saved: Tree) -> Item:
         raise missing_database(path)
     database = database and saved.uses_ocdbt is not False
     item = _complete(make_item(found, name, saved, database=database, ours=False))
-    return _bare(item) if _is_array_item(found, name) else item
+    return _bare(item) if found.metadata.is_array(name) else item
 
 
 def read_item(found: Found, name: str) -> Item:
@@ -58,7 +58,7 @@ def read_item(found: Found, name: str) -> Item:
     if (folder := key_folder(found.contents(path))) is not None:
         return _read_random_key(found, name, folder)
     item = _read_nameless(found, name)
-    return _bare(item) if _is_array_item(found, name) or _looks_bare(item) else item
+    return _bare(item) if found.metadata.is_array(name) or _looks_bare(item) else item
 
 
 def read_flax(found: Found, name: str) -> Item:
@@ -82,10 +82,6 @@ def _check_head(found: Found, file: str) -> None:
     found.storage.read_into(file, 0, [head])
     if not msgpack.is_like_tree(head.tobytes()):
         raise CheckpointNotFound(f"{file} is no checkpoint, safetensors file or Flax msgpack file")
-
-
-def _is_array_item(found: Found, name: str) -> bool:
-    return step.is_array_handler(found.metadata.handlers.get(name, ""))
 
 
 def _read_nameless(found: Found, name: str) -> Item:

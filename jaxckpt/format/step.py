@@ -55,6 +55,10 @@ class StepMetadata:
     commit_ns: int | None = None
     custom_metadata: Mapping[str, Any] | None = None  # the caller's JSON
 
+    def is_array(self, item: str) -> bool:
+        """Returns whether an item is one array, not a tree."""
+        return self.handlers.get(item, "").endswith(".ArrayCheckpointHandler")
+
 
 def encode(step: StepMetadata) -> bytes:
     """Encodes `_CHECKPOINT_METADATA`. Orbax refuses further keys."""
@@ -85,11 +89,6 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
         commit_ns=commit_ns,
         custom_metadata=maybe_expect(custom, dict, "custom_metadata", file=file),
     )
-
-
-def is_array_handler(handler: str) -> bool:
-    """Returns whether an item of this handler is one array, not a tree."""
-    return handler.endswith(".ArrayCheckpointHandler")
 
 
 def without_item(data: bytes, item: str, *, file: str) -> bytes:
