@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_bytes
 from jaxckpt.format.tree import Leaf, StoredArray, grid_of
+from jaxckpt.storage import corrupt
 
 _SUM: Final = np.dtype("<u4")
 _CHUNK_KEY: Final = re.compile(r"(.*?)c((?:/\d+)*)", re.DOTALL)  # see `chunk_key`
@@ -94,8 +94,7 @@ def decode(
     starts, first = [*starts_of(stored.values())], CRC_BYTES * (before or 0)
     size = starts[-1] * CRC_BYTES
     if len(data) != size if before is None else len(data) < first + size:
-        what = f"{file} has {len(data)} bytes, expected {first + size}"
-        raise CorruptCheckpoint(what, file=file)
+        raise corrupt(file, f"has {len(data)} bytes, expected {first + size}")
     sums = np.frombuffer(data, _SUM, offset=first)
     return {prefix: sums[a:b] for prefix, (a, b) in zip(stored, pairwise(starts), strict=True)}
 

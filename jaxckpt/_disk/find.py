@@ -28,7 +28,6 @@ from jaxckpt._disk.found import (
     Found,
     array_names,
     check_sizes,
-    corrupt,
     find_items,
     is_current,
     is_item,
@@ -37,15 +36,10 @@ from jaxckpt._disk.found import (
     lacks_marker,
     record_at,
 )
-from jaxckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    is_io_failure,
-)
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import jsontext, names, safetensors, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import EntryKind, Storage, ahead, beside, listing, real, together
+from jaxckpt.storage import EntryKind, Storage, ahead, beside, corrupt, listing, real, together
 
 _logger = logging.getLogger("jaxckpt")
 

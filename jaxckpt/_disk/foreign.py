@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.found import Found, array_names, corrupt, key_folder, zarr_version
+from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
 from jaxckpt._disk.native import (
     Item,
     check_data_files,
@@ -27,6 +27,7 @@ from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Tree, bad_leaf
+from jaxckpt.storage import corrupt
 
 _MAX_BYTES: Final = 64 << 30
 _KEY: Final = "threefry2x32"

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import MAX_LFS_BYTES, CheckpointNotFound, CorruptCheckpoint, lfs_problem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, EntryKind, Storage, listing, now, stamp, together
+from jaxckpt.storage import Entry, EntryKind, Storage, corrupt, listing, now, stamp, together
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -31,11 +31,6 @@ def lacks_marker(path: str, entries: Container[str]) -> bool:
 
 # An item and a key of its database, or None and the path of a file.
 Wanted = tuple[str | None, str]
-
-
-def corrupt(file: str, what: str, leaf: str | None = None) -> CorruptCheckpoint:
-    """Returns the error for a bad file, as a sentence about it."""
-    return CorruptCheckpoint(f"{file} {what}", leaf=leaf, file=file)
 
 
 class NotHere(CheckpointNotFound):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.collector import paused
-from jaxckpt._disk.found import Found, JsonItem, corrupt, find_trees, is_item, json_name
+from jaxckpt._disk.found import Found, JsonItem, find_trees, is_item, json_name
 from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format import jsontext, names, safetensors, step, tree
+from jaxckpt.storage import corrupt
 
 if TYPE_CHECKING:
     from jaxckpt._disk.native import Item, Undecoded

@@ -10,12 +10,13 @@ from typing import Any, Final
 from jaxckpt._core.text import nearest
 from jaxckpt._disk import checksums
 from jaxckpt._disk.checksums import Sums
-from jaxckpt._disk.found import Found, corrupt
+from jaxckpt._disk.found import Found
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import arrays, names, sharding, step, tree
 from jaxckpt.format.safetensors import Tensor
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, Tree, bad_leaf
+from jaxckpt.storage import corrupt
 
 _MOST_NAMES: Final = 20  # in a message
 

@@ -16,14 +16,14 @@ from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
-from jaxckpt._disk.found import Found, corrupt
+from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, UnsupportedFormat
 from jaxckpt.format import jsontext, safetensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, Path, StoredArray, Tree, check_grid
-from jaxckpt.storage import Storage, real, stamp
+from jaxckpt.storage import Storage, corrupt, real, stamp
 
 # A part is read in pieces of at most this size, and never in shorter runs than this.
 _PIECE_BYTES: Final = 8 << 20

@@ -11,14 +11,14 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current, is_current
 from jaxckpt._disk.item import open_item
-from jaxckpt._disk.native import Item
+from jaxckpt._disk.native import Item, special_file
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.format.step import Life, Record, digest
-from jaxckpt.storage import Storage, files_in, locate, store_of
+from jaxckpt.storage import Storage, corrupt, files_in, locate, store_of
 
 
 @explained("fork")
@@ -126,10 +126,7 @@ def _link(storage: Storage, found: Found, work: str) -> list[str]:
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))
         if storage.kind(f"{found.path}/{name}") == "other":
-            raise CorruptCheckpoint(
-                f"{found.path}/{name} is a link or a special file; a checkpoint contains none",
-                file=f"{found.path}/{name}",
-            )
+            raise special_file(f"{found.path}/{name}")
         storage.link(f"{found.path}/{name}", f"{work}/{name}")
     return files
 
@@ -142,9 +139,9 @@ def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]
             continue
         file, linked = f"{found.path}/{name}", f"{work}/{name}"
         if name not in files or storage.size(linked) != facts.size:
-            raise CorruptCheckpoint(f"{file} is missing or has the wrong size", file=file)
+            raise corrupt(file, "is missing or has the wrong size")
         if facts.sha256 and digest(storage.read(linked, max_bytes=facts.size)) != facts.sha256:
-            raise CorruptCheckpoint(f"{file} is damaged: its SHA-256 differs", file=file)
+            raise corrupt(file, "is damaged: its SHA-256 differs")
     for name in found.items if recorded else ():
         item = open_item(found, name)
         if isinstance(item, Item):

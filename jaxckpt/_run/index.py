@@ -19,15 +19,10 @@ from jaxckpt._disk.find import looks_committed, read_facts, read_record
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
 from jaxckpt._run.listing import ListedRoot, Listing, shown
 from jaxckpt._save.job import is_under_way
-from jaxckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    is_io_failure,
-)
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import names, run
 from jaxckpt.format.run import StepNames, guess_names
-from jaxckpt.storage import Entry, Storage, listed, together
+from jaxckpt.storage import Entry, Storage, corrupt, listed, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
 
@@ -331,10 +326,7 @@ class StepIndex(ListedRoot):
         if posixpath.basename(self.path(number)) in self._committed:
             return
         if (file := self.missing_file(number)) is not None:
-            raise CorruptCheckpoint(
-                f"{file} is missing: the step is incomplete, such as a partial copy",
-                file=file,
-            )
+            raise corrupt(file, "is missing: the step is incomplete, such as a partial copy")
         self.check_step(number)
 
     def is_whole(self, number: int) -> bool:

@@ -22,6 +22,7 @@ from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
 from jaxckpt.multihost import Processes
+from jaxckpt.storage import corrupt
 
 
 def is_stateful(value: object) -> bool:
@@ -247,9 +248,7 @@ def read_states(checkpoint: Found, name: str) -> States | None:
     count = max(counts)
     missing = any(names.process_file(i, count) not in inside for i in range(count))
     if len(counts) > 1 or (missing and checkpoint.part is None):
-        raise CorruptCheckpoint(
-            f"{path} should contain {count} states, but has {sorted(inside)}", file=path
-        )
+        raise corrupt(path, f"should contain {count} states, but has {sorted(inside)}")
     form = "grain"
     if names.JSON_ITEM_FILE in inside:
         file = f"{path}/{names.JSON_ITEM_FILE}"

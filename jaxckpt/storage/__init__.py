@@ -39,7 +39,7 @@ from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import LocalStorage, files_in, is_temporary_file, listing, usable_cores
 from jaxckpt.storage._memory import MemoryStorage
 from jaxckpt.storage._mounts import Mount, device_of, mounts
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage, corrupt
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, kvstore, use_store
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "ahead",
     "beside",
     "check_listed",
+    "corrupt",
     "drop_cached",
     "files_in",
     "free_bytes",

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StoreError, is_io_failure, os_code_in
+from jaxckpt.errors import CheckpointError, StoreError, damaged, is_io_failure, os_code_in
 from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, place_of
 from jaxckpt.storage._local import usable_cores
@@ -344,9 +344,7 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
     """
     file = _file_in(str(error), path)
     where = f"leaf {leaf}: " if leaf else ""
-    told: OSError = CorruptCheckpoint(
-        f"{file}: {where}stored data cannot be read: {error}", leaf=leaf, file=file
-    )
+    told: OSError = damaged(file, f"{where}stored data cannot be read: {error}", leaf=leaf)
     if _STORE_FAILURE.match(str(error)):
         told = StoreError(f"{file}: {where}cannot be read: {error}")
     if code := os_code_in(str(error)):

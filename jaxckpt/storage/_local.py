@@ -29,11 +29,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage import _flock
 from jaxckpt.storage._flock import UNSUPPORTED
 from jaxckpt.storage._limit import here
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage, corrupt
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
@@ -124,11 +123,8 @@ class LocalStorage:
                 data = b"" if status.st_size > max_bytes else _read_upto(fd, max_bytes + 1)
             finally:
                 os.close(fd)
-        if max(status.st_size, len(data)) > max_bytes:
-            raise CorruptCheckpoint(
-                f"{path} must have at most {max_bytes} bytes, got {max(status.st_size, len(data))}",
-                file=path,
-            )
+        if (size := max(status.st_size, len(data))) > max_bytes:
+            raise corrupt(path, f"must have at most {max_bytes} bytes, got {size}")
         return data
 
     def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
@@ -433,9 +429,7 @@ def _check_regular(status: os.stat_result, path: str, hint: str = "") -> None:
     if stat.S_ISREG(status.st_mode):
         return
     hint = hint or (_LINKS if stat.S_ISLNK(status.st_mode) else "")
-    raise CorruptCheckpoint(
-        f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}", file=path
-    )
+    raise corrupt(path, f"is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}")
 
 
 # Directories

@@ -8,9 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
-from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._local import files_in, hold_new, listing
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold, WithoutDirectories
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, WithoutDirectories, corrupt
 
 
 @final
@@ -27,9 +26,7 @@ class MemoryStorage(WithoutDirectories):
     def read(self, path: str, *, max_bytes: int) -> bytes:
         data = self._value(path)
         if len(data) > max_bytes:
-            raise CorruptCheckpoint(
-                f"{path} must have at most {max_bytes} bytes, got {len(data)}", file=path
-            )
+            raise corrupt(path, f"must have at most {max_bytes} bytes, got {len(data)}")
         return data
 
     def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:

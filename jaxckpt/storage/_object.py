@@ -30,7 +30,7 @@ from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._credentials import Login, source_of
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._locks import LeasedLock, Version, forget, steady_s
-from jaxckpt.storage._protocol import Entry, EntryKind, WithoutDirectories
+from jaxckpt.storage._protocol import Entry, EntryKind, WithoutDirectories, corrupt
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
     Requests,
@@ -97,11 +97,8 @@ class ObjectStorage(WithoutDirectories):
 
         def get() -> tuple[Any, bytes]:
             answer = obs().get(self._store, self._key(path))
-            if answer.meta["size"] > max_bytes:
-                raise CorruptCheckpoint(
-                    f"{path} must have at most {max_bytes} bytes, got {answer.meta['size']}",
-                    file=path,
-                )
+            if (size := answer.meta["size"]) > max_bytes:
+                raise corrupt(path, f"must have at most {max_bytes} bytes, got {size}")
             return answer, bytes(answer.bytes())
 
         return self.requests.read("read", path, get, tries=tries)

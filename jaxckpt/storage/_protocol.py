@@ -7,6 +7,8 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from jaxckpt.errors import CorruptCheckpoint
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -18,6 +20,11 @@ class Entry(NamedTuple):
 
     kind: EntryKind
     size: int
+
+
+def corrupt(file: str, what: str, leaf: str | None = None) -> CorruptCheckpoint:
+    """Returns the error for a bad file, as a sentence about it."""
+    return CorruptCheckpoint(f"{file} {what}", leaf=leaf, file=file)
 
 
 class Hold:
