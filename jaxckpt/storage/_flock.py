@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, final
+from typing import final
 
 from jaxckpt.storage._protocol import Hold
 
@@ -52,21 +52,17 @@ def release_below(path: str) -> None:
             hold.release()
 
 
-def _raise(error: OSError) -> NoReturn:
-    if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
-        raise error
-    raise io.UnsupportedOperation(
-        error.errno, f"this file system has no file locks ({error.strerror})"
-    ) from error
-
-
 def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        _raise(error)
+        if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
+            raise
+        raise io.UnsupportedOperation(
+            error.errno, f"this file system has no file locks ({error.strerror})"
+        ) from error
     return True
 
 
