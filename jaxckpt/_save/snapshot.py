@@ -246,30 +246,26 @@ def take_tree(
     processes: Processes,
     *,
     copy: bool,
-    dtype: str | None = None,
-    zstd: int | None = None,
-    holds: bool = False,
     storage: Storage | None = None,
     base: Base | None = None,
     replicas: Replicas | None = None,
+    **how: Any,
 ) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
     Args:
         copy: Whether to copy numpy arrays, which the caller may change before they are written.
-        dtype: If given, the dtype in which all floating-point arrays are saved.
-        zstd: If given, the level at which chunks are compressed.
-        holds: Whether to copy all shards that this process holds.
         storage: Where the next save may refer to this save; None if it shall not.
         base: The earlier step that this save may refer to there.
         replicas: Takes the fingerprints of all replicas, if they are to be compared.
+        how: To store it; see `plan_tree`.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names the item and all of them.
     """
     where = f"item {name!r}: " if name else ""
     try:
-        tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
+        tree, values = plan_tree(value, processes, **how)
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"{where}{error}") from error
     if replicas is not None:

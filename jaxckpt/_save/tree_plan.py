@@ -117,8 +117,9 @@ def plan_tree(
     """Returns the plan of a tree and the values of its arrays.
 
     Args:
-        dtype, zstd: As in `take_tree`.
-        holds: As in `plan_save`.
+        dtype: If given, the dtype in which all floating-point arrays are saved.
+        zstd: If given, the level at which chunks are compressed.
+        holds: Whether to plan for all shards that this process holds.
     """
     check_levels(value, "the tree")
     form, leaves = _form_of(value, processes, dtype, zstd, holds)
