@@ -236,9 +236,8 @@ class _Writer:
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
         self._arrays = [(leaf.prefix, leaf.array) for leaf in leaves]
         *self._starts, self._count = starts_of(leaf.array for leaf in leaves)
-        self._units: list[int] = []  # the numbers of what is in `_sums`
-        self._sums: list[int] = []
-        self._files = (DataFiles if ocdbt else PlainFiles)(storage, item, self._sums)
+        self._units: list[int] = []  # of the checksums that `_files` has
+        self._files = (DataFiles if ocdbt else PlainFiles)(storage, item)
         self._has_database = ocdbt and bool(leaves)
         self._bytes = self._chunks = 0  # of the batch
         for prefix, stored in self._arrays:
@@ -249,9 +248,9 @@ class _Writer:
         prefix, stored = self._arrays[array]
         index = tuple(a // n for a, n in zip(box.start, stored.chunk_shape, strict=True))
         units = units_in(stored, index)
-        chunk = Chunk(prefix + arrays.chunk_key(index), stored, values, len(self._sums))
+        chunk = Chunk(prefix + arrays.chunk_key(index), stored, values, len(self._files.sums))
         self._units += [self._starts[array] + unit for unit in units]
-        self._sums += [0] * len(units)
+        self._files.sums += [0] * len(units)
         self._files.put_chunk(chunk)
         self._bytes += values.nbytes
         self._chunks += 1

@@ -77,8 +77,7 @@ class DataFiles:
     """The values of a database, or of the part of it that a process writes.
 
     Args:
-        storage, folder: Where its directory is.
-        sums: Takes the checksums of chunks.
+        storage, folder: Where its directory is; made if there is anything to write.
         name: Makes the names of files.
         landed: Takes a number of bytes written, in any thread.
     """
@@ -87,12 +86,12 @@ class DataFiles:
         self,
         storage: Storage,
         folder: str,
-        sums: list[int],
         name: Callable[[], str] = names.new_data_file,
         landed: Callable[[int], object] = int,
     ) -> None:
-        self._storage, self._folder, self._sums = storage, folder, sums
+        self._storage, self._folder = storage, folder
         self._name, self._landed = name, landed
+        self.sums: list[int] = []  # of the chunks; has room for those of each before it is added
         self._places: dict[str, bytes | Place] = {}
         self._files: list[_DataFile] = []  # not written yet
         self._open: dict[tuple[bool, bool], _DataFile] = {}  # to which values are added
@@ -146,7 +145,7 @@ class DataFiles:
         """Writes everything durably, with the nodes of the database if that is whole."""
         if not is_whole:
             self.flush()
-            return Table(self._places, units, self._sums, self._sizes)
+            return Table(self._places, units, self.sums, self._sizes)
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks: if their file is lost, the nodes still list the lost chunks.
@@ -157,7 +156,7 @@ class DataFiles:
         last.parts.append(nodes)
         last.size += len(nodes)
         self._write(self._files)
-        return Table(self._places, units, self._sums, self._sizes, manifest)
+        return Table(self._places, units, self.sums, self._sizes, manifest)
 
     def _write(self, files: Sequence[_DataFile]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:
@@ -223,7 +222,7 @@ class DataFiles:
         for n, unit in enumerate(units_of(chunk.stored, chunk.values), chunk.first):
             if chunk.stored.zstd is not None:
                 data = _encoded(chunk.stored, unit)
-                self._sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
+                self.sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
                 sizes.append(len(data))
                 yield data
                 continue
@@ -232,7 +231,7 @@ class DataFiles:
                 piece = unit[start : start + _PIECE_BYTES]
                 yield piece
                 crc = checksum(piece, crc)
-            self._sums[n] = crc
+            self.sums[n] = crc
             sizes.append(unit.size + CRC_BYTES)
             yield crc.to_bytes(CRC_BYTES, "little")
         if chunk.stored.inner_shape is not None:

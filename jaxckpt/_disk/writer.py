@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +24,6 @@ from jaxckpt.format.arrays import (
 )
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import StoredArray, Tree
-from jaxckpt.storage import Storage
 
 _MAX_DIRECT_BYTES: Final = 64 << 10
 _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would gain little
@@ -133,28 +132,24 @@ def encode_texts(texts: Mapping[str, str]) -> bytes:
 
 
 def write_arrays(
-    storage: Storage,
-    folder: str,
+    files: DataFiles,
     writes: WritePlan,
     snapshot: Sequence[Any],  # of numpy arrays
     *,
     describe: bool,
     reused: Reused = NOTHING_REUSED,
     is_whole: bool = True,
-    name: Callable[[], str] = names.new_data_file,
-    landed: Callable[[int], object] = int,
 ) -> Table:
     """Writes this process's chunks; they are on disk when it returns.
 
     None of them can be read before the manifest is stored.
 
     Args:
-        folder: Directory of the database; made if there is anything to write.
+        files: Of the database, empty.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
         reused: The shards that are linked there instead, in a directory of files.
         is_whole: Whether no other process writes there, so that the nodes can be written too.
-        name, landed: See `DataFiles`.
 
     Returns:
         The chunks written; with those that are reused, and their checksums.
@@ -162,8 +157,8 @@ def write_arrays(
     described = writes.described if describe else ()
     if not (writes.chunks or described):
         return Table({})
-    sums = [0] * len(writes.units)
-    files = DataFiles(storage, folder, sums, name, landed)
+    sums = files.sums
+    sums += [0] * len(writes.units)
     for key, data in described:
         files.put(key, data)
     for key, stored, direct, source, part, at in writes.chunks:

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.checksums import starts_of
+from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._disk.places import (
     Table,
     check_complete,
@@ -122,20 +123,19 @@ class TreeItem:
     def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
-        folder, writes, leads = folder_of(self, work), self.tree.writes, group.job.index == 0
+        folder, leads = folder_of(self, work), group.job.index == 0
         snapshot, self.snapshot = self.snapshot, None
         is_whole = group.job.count == 1
         mark, reused = "" if is_whole else work.mark, NOTHING_REUSED
         if self.changes is not None:
             reused = self.changes.reused(snapshot, storage, folder, mark)
-        options = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
-        write = partial(write_arrays, storage, folder, **options)
-        name = partial(names.new_data_file, mark)
-        self.tables = [write(writes=writes, describe=leads, reused=reused, name=name)]
+        files = partial(DataFiles, storage, folder, landed=work.landed)
+        write = partial(write_arrays, snapshot=snapshot, is_whole=is_whole)
+        mine = files(name=partial(names.new_data_file, mark))
+        self.tables = [write(mine, self.tree.writes, describe=leads, reused=reused)]
         if group.part is not None:  # also held chunks that others write to the directory
-            writes = self.tree.held
-            held = write(writes=writes, describe=not leads, name=names.new_held_file)
-            self.tables = [*self.tables, held]
+            others = files(name=names.new_held_file)
+            self.tables += [write(others, self.tree.held, describe=not leads)]
 
     def part(self) -> bytes | None:
         """Returns the table of the chunks written, for process 0."""

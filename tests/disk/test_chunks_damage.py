@@ -252,7 +252,7 @@ def hand_made(path, metadata, chunk, **said):
     shutil.rmtree(state / names.OCDBT_DATA)
     (state / names.OCDBT_MANIFEST).unlink()
     storage, where = locate(state)
-    values = DataFiles(storage, where, [])
+    values = DataFiles(storage, where)
     for key, value in (("w/zarr.json", metadata), ("w/c/0", chunk)):
         if value is not None:
             values.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())

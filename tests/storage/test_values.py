@@ -46,7 +46,7 @@ def read_by_tensorstore(folder):
 def write(folder, values):
     """Writes a database of ours."""
     folder.mkdir(parents=True)
-    files = DataFiles(STORAGE, str(folder), [])
+    files = DataFiles(STORAGE, str(folder))
     for key, value in values.items():
         files.put(key, value)
     (folder / names.OCDBT_MANIFEST).write_bytes(files.write().manifest)

@@ -20,6 +20,7 @@ import numpy as np
 from jaxckpt._core.box import whole
 from jaxckpt._core.plan import SavePlan, plan_save
 from jaxckpt._disk.chunks import LeafRead, adjacent, units_read
+from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._disk.places import Table
 from jaxckpt._disk.reader import BATCH_BYTES, grouped_reads
 from jaxckpt._disk.writer import plan_writes, write_arrays
@@ -131,13 +132,11 @@ def _written(tree: PlannedTree, plan: SavePlan, process: int, *, held: bool = Fa
     numbers = (f"{process}.{int(held)}.{n}" for n in itertools.count())
     storage: Any = _Counting()
     return write_arrays(
-        storage,
-        "",
+        DataFiles(storage, "", name=lambda: names.data_file_of(next(numbers), "")),
         plan_writes(prefixes, plan, sources),
         zeros,
         describe=(process == 0) != held,  # on its own disk, each process has the metadata too
         is_whole=False,
-        name=lambda: names.data_file_of(next(numbers), ""),
     )
 
 
