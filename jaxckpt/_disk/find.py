@@ -145,7 +145,7 @@ def _steps_from(storage: Storage, root: str, newest: Found) -> list[str]:
 def _has_mark(storage: Storage, path: str) -> bool:
     """Returns whether a step is marked, as far as its record can be read."""
     try:
-        return bool(read_record(storage, path, storage.entries(path)).differences)
+        return bool(read_found(storage, path, storage.entries(path)).differences)
     except (CheckpointError, OSError) as error:
         if is_io_failure(error):
             raise
@@ -248,17 +248,6 @@ def _find_file(storage: Storage, path: str, linked: str) -> Found:
         near = neighbours(storage, path)
         raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
     raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
-
-
-def read_record(storage: Storage, path: str, entries: Entries) -> Found:
-    """Reads no more of a committed checkpoint than its record, if it has one; see `read_found`."""
-    if names.WRITER not in entries and names.RECORD not in entries:
-        return read_found(storage, path, entries)
-    _check_recorded(path, entries)
-    record = record_at(storage, path)
-    found = Found(storage=storage, path=path, listings={path: entries}, record=record)
-    found.refuse_holes(path)
-    return found
 
 
 def read_found(storage: Storage, path: str, entries: Entries) -> Found:

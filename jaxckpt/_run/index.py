@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import looks_committed, read_facts, read_record
+from jaxckpt._disk.find import looks_committed, read_facts, read_found
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
 from jaxckpt._run.listing import ListedRoot, Listing, shown
 from jaxckpt._save.job import is_under_way
@@ -115,7 +115,7 @@ class StepIndex(ListedRoot):
         """Returns whether a step was saved under another name; then its name shows no scheme."""
         path, view = f"{self.root}/{name}", self.view(name)
         try:
-            record = read_record(view, path, view.entries(path)).record
+            record = read_found(view, path, view.entries(path)).record
         except (CheckpointError, OSError) as error:
             if is_io_failure(error) and not isinstance(error, PermissionError):
                 raise
@@ -337,7 +337,7 @@ class StepIndex(ListedRoot):
         path = f"{self.root}/{name}"
         try:
             view = self.view(name)
-            check_found(self, number, read_record(view, path, view.entries(path)))
+            check_found(self, number, read_found(view, path, view.entries(path)))
         except (CheckpointNotFound, FileNotFoundError):
             return False
         except CorruptCheckpoint as error:
