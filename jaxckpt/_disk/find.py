@@ -270,13 +270,20 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
 def read_facts(storage: Storage, path: str, entries: Entries) -> Found:
     """Does the same, but looks for no items."""
     found = Found(storage=storage, path=path, listings={path: entries})
-    if names.WRITER in entries or names.RECORD in entries:
-        _check_recorded(path, entries)
-        found = replace(found, record=record_at(storage, path))
-    elif names.CHECKPOINT_METADATA in entries and lacks_marker(path, entries):
+    is_ours = names.WRITER in entries or names.RECORD in entries
+    marker = entries.get(names.COMMIT_MARKER)
+    if is_ours and (marker is None or marker.kind != "file"):
+        raise _no_marker(path)
+    if not is_ours and names.CHECKPOINT_METADATA in entries and lacks_marker(path, entries):
         raise _no_marker(path, f" If it is a complete copy, add an empty {names.COMMIT_MARKER}.")
-    elif lost_record(found):
-        raise _no_record(path)
+    if names.RECORD in entries:
+        found = replace(found, record=record_at(storage, path))
+    elif is_ours or lost_record(found):
+        raise corrupt(
+            f"{path}/{names.RECORD}",
+            "is missing: the list of the checkpoint's files. Mend it from another copy with "
+            "`jaxckpt heal`, or restore an older checkpoint.",
+        )
     name = posixpath.basename(path)
     if (found.record is None or found.record.name != name) and names.is_temporary(name):
         raise _uncommitted(storage, path)
@@ -298,14 +305,6 @@ def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
     )
 
 
-def _no_record(path: str) -> CorruptCheckpoint:
-    return corrupt(
-        f"{path}/{names.RECORD}",
-        "is missing: the list of the checkpoint's files. Mend it from another copy with `jaxckpt "
-        "heal`, or restore an older checkpoint.",
-    )
-
-
 def lost_record(found: Found) -> bool:
     """Returns whether a checkpoint lacks its record, but another file shows that jaxckpt wrote it.
 
@@ -318,15 +317,6 @@ def lost_record(found: Found) -> bool:
         return names.CHECKPOINT_METADATA in entries
     items = (f"{found.path}/{name}" for name, entry in entries.items() if entry.kind == "dir")
     return any(names.CHUNK_SUMS in found.entries(item) for item in items)
-
-
-def _check_recorded(path: str, entries: Entries) -> None:
-    """Raises unless a checkpoint of ours has its commit marker and its record."""
-    marker = entries.get(names.COMMIT_MARKER)
-    if marker is None or marker.kind != "file":
-        raise _no_marker(path)
-    if names.RECORD not in entries:
-        raise _no_record(path)
 
 
 def _items(found: Found, entries: Entries) -> dict[str, str]:
