@@ -430,15 +430,16 @@ def _build_class(node: Node, children: Sequence[object]) -> object:
         return ABSENT
 
 
-def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
+def rebuild(tree: Tree | None, values: Mapping[Path, object]) -> object:
     """Puts restored leaves together, with the recorded types where that is safe.
 
     Args:
-        tree: As saved.
+        tree: As saved; None for nested dicts, as of renamed leaves.
         values: By path. Missing leaves are left out, and a container that lacks a child becomes
             a dict.
     """
-    built = _rebuild_node(root_of(tree), (), values)
+    root = plain_root(dict.fromkeys(values, ())) if tree is None else root_of(tree)
+    built = _rebuild_node(root, (), values)
     return {} if built is ABSENT else built
 
 
@@ -459,12 +460,6 @@ def _abstract_value(leaf: Leaf) -> object:
         return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
     zero = np.zeros((), dtype_of(leaf.dtype))[()]
     return zero if leaf.kind == "generic" else np.broadcast_to(zero, leaf.shape)
-
-
-def rebuild_named(leaves: Mapping[Path, object]) -> object:
-    """Returns renamed leaves as nested dicts."""
-    built = _rebuild_node(plain_root(dict.fromkeys(leaves, ())), (), leaves)
-    return {} if built is ABSENT else built
 
 
 def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) -> object:

@@ -246,9 +246,7 @@ def restore_from(
         raise meter.error
     if treedef is not None and wanted is not None:
         return treedef.unflatten([read.values[want.path] for want in wanted])
-    if read.report.renamed:
-        return pytree.rebuild_named(read.values)
-    return pytree.rebuild(read.opened.tree, read.values)
+    return pytree.rebuild(None if read.report.renamed else read.opened.tree, read.values)
 
 
 def _read(
