@@ -56,18 +56,6 @@ class Failure:
         return [self.error]
 
 
-def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseException]:
-    """Returns the errors that this thread has not raised, and removes failures that are over.
-
-    Args:
-        waited_for: Failures of the work that this thread has waited for; they count even if over.
-    """
-    wanted = [*(one for one in failures if not one.is_over), *waited_for]
-    errors = [error for one in wanted for error in one.hear()]
-    failures[:] = [one for one in failures if not one.is_over]
-    return errors
-
-
 class Saving(Protocol):
     """A save, or an upload, under way or waiting for an earlier one."""
 
@@ -150,12 +138,19 @@ class Worker(Generic[S]):
             return [*self._saves]
 
     def take_errors(self, waited_for: Sequence[S] = ()) -> list[BaseException]:
-        """Returns the errors that this thread has not raised, see `hear`; none in a worker's."""
+        """Returns the errors that this thread has not raised; none in a worker's.
+
+        Args:
+            waited_for: Saves that this thread has waited for; their failures count even if over.
+        """
         late = [handle.failure for handle in waited_for if handle.failure is not None]
         with self.lock:
             if not (self._failures or late) or self.is_own_thread():
                 return []
-            return hear(self._failures, late)
+            wanted = [*(one for one in self._failures if not one.is_over), *late]
+            errors = [error for one in wanted for error in one.hear()]
+            self._failures = [one for one in self._failures if not one.is_over]
+            return errors
 
     def is_own_thread(self) -> bool:
         """Returns whether the saving thread calls, such as from `on_commit`."""
@@ -222,7 +217,7 @@ class Worker(Generic[S]):
                 self.is_stopped = True  # the end of the program does not wait again
                 self.changed.notify_all()
         if not self._failures:
-            forget(self)
+            _known.discard(self)
 
     def leave(self) -> None:
         """Does what follows the last save as the program ends, unless that was done."""
@@ -255,7 +250,7 @@ class Worker(Generic[S]):
             if self.is_own_thread():
                 self._thread = None  # at the end of the program, a caller goes on
             if not (self._saves or self._failures):
-                forget(self)
+                _known.discard(self)
             self.changed.notify_all()
 
     def _next(self, ended: S | None = None) -> S | None:
@@ -282,7 +277,7 @@ class Worker(Generic[S]):
 
 
 _workers: weakref.WeakSet[Worker[Any]] = weakref.WeakSet()
-_known: set[Worker[Any]] = set()
+_known: set[Worker[Any]] = set()  # at whose saves the end of the program looks
 _is_ending = False
 os.register_at_fork(after_in_child=_known.clear)  # a forked child lacks the threads
 os.register_at_fork(after_in_child=_workers.clear)
@@ -302,11 +297,6 @@ def start(saves: Worker[Any], work: Callable[[], None], name: str) -> None:
 def is_ending() -> bool:
     """Returns whether the program is ending."""
     return _is_ending
-
-
-def forget(saves: Worker[Any]) -> None:
-    """Lets the program end without looking at these saves again."""
-    _known.discard(saves)
 
 
 def _end() -> None:
