@@ -179,22 +179,22 @@ def test_the_count_sees_what_is_called(tmp_path):
 APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
-    "_convert": (1037, 683),
-    "_core": (2666, 1679),
-    "_disk": (5151, 3615),
+    "_convert": (1036, 682),
+    "_core": (2664, 1679),
+    "_disk": (5091, 3574),
     "_inspect": (1219, 822),
     "_progress": (225, 167),
-    "_restore": (2189, 1636),
-    "_run": (9846, 6815),
-    "_save": (2383, 1665),
-    "cli": (4681, 3375),
-    "format": (3305, 2175),
+    "_restore": (2187, 1634),
+    "_run": (9828, 6798),
+    "_save": (2370, 1659),
+    "cli": (4680, 3374),
+    "format": (3294, 2169),
     "integrations": (470, 258),
-    "multihost": (1000, 638),
+    "multihost": (990, 632),
     "orbax": (6154, 3763),
     "pages": (2483, 1775),
-    "storage": (4215, 2850),
-    "testing": (1045, 693),
+    "storage": (4195, 2823),
+    "testing": (1045, 692),
 }
 
 
