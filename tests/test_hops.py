@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1751, 11, 20),
-    "manager open + save": (4002, 16, 41),
-    "open + save, local": (6373, 18, 130),
-    "restore(path, like)": (2270, 14, 8),
-    "manager.restore(like)": (2738, 18, 10),
-    "open": (603, 10, 5),
-    "verify": (1902, 15, 17),
+    "save again": (1743, 11, 20),
+    "manager open + save": (3996, 16, 41),
+    "open + save, local": (6366, 18, 130),
+    "restore(path, like)": (2263, 14, 8),
+    "manager.restore(like)": (2739, 18, 10),
+    "open": (599, 10, 5),
+    "verify": (1897, 15, 17),
 }
 
 
@@ -181,7 +181,7 @@ FOLDERS = {
     ".": (838, 445),
     "_convert": (1036, 682),
     "_core": (2664, 1679),
-    "_disk": (5091, 3574),
+    "_disk": (5101, 3575),
     "_inspect": (1219, 822),
     "_progress": (225, 167),
     "_restore": (2187, 1634),

@@ -90,7 +90,7 @@ def write_checkpoint(
         transaction.commit(files, about, known=known)
     except BaseException as error:
         if transaction is not None:
-            transaction.abort()
+            transaction.abort(error)
         raise_save_error(path, error)
     seconds = time.monotonic() - start
     _logger.info("copied %s to %s: %d bytes, %.2f s", source.where, path, total_bytes, seconds)

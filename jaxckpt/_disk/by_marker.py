@@ -205,8 +205,13 @@ class MarkerCommit(Attempts):
         self.storage.delete_files([f"{self.path}/{names.COMMIT_MARKER}"])
         return False
 
-    def abort(self, token: str, *, published: bool) -> None:
-        """Removes the files of an attempt, begun or not, unless its marker may still arrive."""
+    def abort(self, token: str, *, published: bool, late: bool = False) -> None:
+        """Removes the files of an attempt, begun or not, unless its marker may still arrive.
+
+        Args:
+            late: Whether other files may. The writer's file stays, by which the next writer knows
+                whose they are.
+        """
         if published:
             return
         files = [*self.storage.files(self.path)]  # before the look whose they are
@@ -214,7 +219,7 @@ class MarkerCommit(Attempts):
         marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         with contextlib.suppress(SaveFailed):  # another writer has the directory now
             if is_ours and marker is None:
-                self._delete_left(files)
+                self._delete_left(files, late=late)
                 return
             if token not in (marker or ""):  # else it is committed
                 self._delete([file for file in files if token in file])
@@ -308,7 +313,7 @@ class MarkerCommit(Attempts):
         """Returns whether a directory that is not committed may be a save under way."""
         return names.COMMIT_MARKER not in self.storage.entries(self.path)
 
-    def _delete_left(self, files: Sequence[str]) -> None:
+    def _delete_left(self, files: Sequence[str], *, late: bool = False) -> None:
         """Deletes remains that were listed before they were known to be nobody's.
 
         What another writer has written since stays, unless it has the name of one of them.
@@ -319,7 +324,7 @@ class MarkerCommit(Attempts):
         self._delete([file for file in files if file not in _OURS])
         self._delete([names.RECORD] if names.RECORD in files else [])
         left = listing(self.storage, self.path) or {}
-        self._delete([*filter(is_temporary_file, left), names.WRITER])
+        self._delete([*filter(is_temporary_file, left)] + ([] if late else [names.WRITER]))
         if not self.storage.parallel_writes and not self.storage.files(self.path):
             self.storage.delete(self.path)  # a mounted bucket has directories
 

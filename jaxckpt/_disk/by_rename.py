@@ -99,7 +99,7 @@ class RenameCommit(Attempts):
         self.storage.rename(replacement, self.path)
         return doomed
 
-    def abort(self, token: str, *, published: bool) -> None:
+    def abort(self, token: str, *, published: bool, late: bool = False) -> None:
         # After an exchange that raised, `work` may be the previous checkpoint, which lacks an
         # owner. Before, a directory of this name without an owner is ours: claiming it failed.
         work, mine = self.work(token).path, (token, token if published else None)

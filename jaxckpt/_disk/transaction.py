@@ -172,11 +172,16 @@ class Transaction:
             data = self.storage.read(f"{self.path}/{name}", max_bytes=_MAX_TAKEN_BYTES)
             self.storage.write(f"{self.work}/{name}", data)
 
-    def abort(self) -> None:
-        """Removes the files written, unless they are committed. Never raises an OSError."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """Removes the files written, unless they are committed. Never raises an OSError.
+
+        Args:
+            error: Why. After an interrupt, requests of other threads may still write files.
+        """
+        late = not isinstance(error, Exception | None)
         try:
             if not self.committed:
-                self.protocol.abort(self.token, published=self.publishing)
+                self.protocol.abort(self.token, published=self.publishing, late=late)
         except OSError as error:
             warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
@@ -272,9 +277,9 @@ def begin(
             problem = error
             if storage.kind(parent) != "dir":
                 raise
-        except BaseException:
+        except BaseException as error:
             if token is None:
-                transaction.abort()
+                transaction.abort(error)
             else:  # other processes write there: the caller removes it when they have stopped
                 transaction.release()
             raise

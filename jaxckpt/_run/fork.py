@@ -97,7 +97,7 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         known = {name: f for name, f in found.recorded(found.path).items() if name in files}
         transaction.commit({}, about, known=known)
     except BaseException as error:
-        transaction.abort()
+        transaction.abort(error)
         if isinstance(error, FileNotFoundError) or (
             isinstance(error, CorruptCheckpoint) and not is_current(found)
         ):

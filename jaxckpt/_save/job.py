@@ -134,7 +134,7 @@ class SaveJob:
         """Writes and commits; either all processes return or all raise."""
         request = self.request
         with self._in_turn():
-            with self._beginning() as led:
+            with self._beginning() as led, _explaining(request):
                 if request.group.leads:
                     if request.problem is not None:
                         raise request.problem
@@ -184,10 +184,10 @@ class SaveJob:
             yield
         except BaseException as error:
             if self._transaction is not None:
-                self._transaction.abort()
+                self._transaction.abort(error)
             elif request.group.leads and request.token is not None:
                 # Other processes may have written where process 0 could not.
-                Transaction(request.storage, request.path, request.token, False).abort()
+                Transaction(request.storage, request.path, request.token, False).abort(error)
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
         finally:
             self.leave()

@@ -75,6 +75,17 @@ def test_a_job_that_stood_still_after_its_commit(place, zygote, trial, applied, 
     assert number > 10
 
 
+def test_a_job_whose_step_another_job_has_saved_hears_of_that_job(place, zygote):  # noqa: F811
+    """Not only that the step exists: it might be deleted for that."""
+    url, server, _ = place
+    with jaxckpt.CheckpointManager(url) as manager:
+        manager.save(1, state(1)).result()
+        zygote.start(children.save_steps, url, server.env, [2], 9)
+        assert zygote.answers()[1] == 0
+        with pytest.raises(jaxckpt.SaveFailed, match="opened for writing by another job"):
+            manager.save(2, state(2)).result()
+
+
 @pytest.mark.parametrize(
     "numbers", [range(3, 28, 12), pytest.param(range(1, 29, 2), marks=pytest.mark.slow)]
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import signal
+import threading
 
 import pytest
 
@@ -19,7 +22,7 @@ from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import is_state, state
 from tests.stores.killing import end_leases, kill, lease_of, wait_for
-from tests.stores.proxy import Answer, Hang
+from tests.stores.proxy import Answer, Hang, Hold
 from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef"
@@ -283,6 +286,28 @@ def test_the_next_save_removes_what_a_killed_one_left(place, zygote):  # noqa: F
             assert is_state(jaxckpt.restore(path), 2)
             assert files_of(path) == recorded(path)
     assert len(paths) >= 5
+
+
+def test_what_arrives_after_an_interrupted_save_blocks_no_other(place):
+    """The request goes on while the save cleans up after itself."""
+    url, _, proxy = place
+    arrives = threading.Event()
+
+    def interrupt(_):
+        os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    held = proxy.add(Hold(arrives), method="PUT", path="/d/", when=interrupt, times=1)
+    with pytest.raises(KeyboardInterrupt):
+        jaxckpt.save(f"{url}/a", state(1))
+    assert files_of(f"{url}/a") == {names.WRITER}
+    arrives.set()
+    wait_until(lambda: len(files_of(f"{url}/a")) == 2)
+
+    jaxckpt.save(f"{url}/a", state(2))
+    assert held.done == 1
+    assert is_state(jaxckpt.restore(f"{url}/a"), 2)
+    assert files_of(f"{url}/a") == recorded(f"{url}/a")
 
 
 def test_a_live_writer_of_the_run_is_not_disturbed(place, zygote):  # noqa: F811
