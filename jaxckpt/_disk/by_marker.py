@@ -75,7 +75,7 @@ class MarkerCommit(Attempts):
 
     def _finish(self, files: Sequence[str]) -> None:
         """Removes the writer's file from what was committed since it was listed, or all of it."""
-        if self._is_marked():
+        if self._is_marked() and not _is_lone(self.storage.files(self.path)):
             self._delete([names.WRITER])
             return
         if files:
@@ -117,7 +117,8 @@ class MarkerCommit(Attempts):
         # Before process 0 begins, others may have written; and a writer that dies while it tries
         # out the store leaves no more than a temporary file, which is not in `files`.
         is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
-        return [*files] if names.COMMIT_MARKER not in files and is_ours else None
+        is_left = names.COMMIT_MARKER not in files and is_ours
+        return [*files] if is_left or _is_lone(files) else None
 
     def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
         """Returns the files of interrupted saves and deletions in directories here, by name.
@@ -338,6 +339,11 @@ class MarkerCommit(Attempts):
                 f"{self.path}: this process did not renew its lock in time, and another writer "
                 "took over. Verify what is there, and let only one job save here."
             )
+
+
+def _is_lone(files: Iterable[str]) -> bool:
+    """Returns whether a directory has a marker only: of a deleted step, if a store acts late."""
+    return {*files} - {names.WRITER} == {names.COMMIT_MARKER}
 
 
 @final

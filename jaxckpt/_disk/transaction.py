@@ -57,6 +57,7 @@ from jaxckpt.errors import (
     StoreError,
     UnsupportedFormat,
     is_full,
+    is_io_failure,
     os_code_in,
 )
 from jaxckpt.format import names, step
@@ -176,9 +177,10 @@ class Transaction:
         """Removes the files written, unless they are committed. Never raises an OSError.
 
         Args:
-            error: Why. After an interrupt, requests of other threads may still write files.
+            error: Why. After an interrupt, requests of other threads may still write files; and
+                a store may act late on those that it did not answer.
         """
-        late = not isinstance(error, Exception | None)
+        late = error is not None and (not isinstance(error, Exception) or is_io_failure(error))
         try:
             if not self.committed:
                 self.protocol.abort(self.token, published=self.publishing, late=late)

@@ -137,12 +137,14 @@ class ByHand:
             check: Raises if nothing is to be done in any root.
         """
 
-        def in_roots() -> str:
+        def in_roots() -> list[Any]:
             for root in self.roots:
                 check(root)
-            return _in_each(self.roots, do)
+            return [step, _in_each(self.roots, do)]
 
-        lacks = self._lead(what, in_roots)
+        named, lacks = self._lead(what, in_roots)
+        if named != step:
+            raise ValueError(f"{self.run}: {what} of step {step}, but of step {named} in process 0")
         if (local := self.roots[0]).group.part is not None:
             limits: Any = {"where": self.run, "timeout_s": self.timeout_s}
             with local.group.leading(f"manager {self.run}/{what} here", any, **limits) as led:

@@ -27,6 +27,7 @@ import io
 import posixpath
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
@@ -151,7 +152,8 @@ class Deletion:
     def _doom(self, steps: list[str], looks: Iterable[Callable[[], Any]]) -> list[Any]:
         """Names the steps that go, unless another job owns the run; returns what is seen then."""
         storage, file = self.index.storage, self.leases.doomed_file
-        doomed = Doomed(steps=steps, owner=self.owner.token, move_to=self.move_to)
+        owner, began_ns = self.owner.token, time.time_ns()
+        doomed = Doomed(steps=steps, owner=owner, move_to=self.move_to, began_ns=began_ns)
         try:
             if not storage.create(file, run.encode(doomed)):
                 self.owner.check()  # then the file is of an owner before, or of a failed deletion

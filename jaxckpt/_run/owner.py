@@ -37,9 +37,14 @@ from jaxckpt.storage import Entry, Hold, together
 
 
 def interrupted(index: StepIndex, listing: Listing, doomed: Doomed) -> list[int]:
-    """Returns the steps that are whole although a job was deleting them when it died."""
+    """Returns the steps that are whole although a job was deleting them when it died.
+
+    A step saved since is none: a store may act late on the request that named it.
+    """
     numbers = (n for name, n in listing.directories().items() if name in doomed.steps)
-    return [n for n in numbers if index.state(listing, n) == "committed"]
+    whole = [n for n in numbers if index.state(listing, n) == "committed"]
+    until_s = doomed.began_ns / 1e9
+    return [n for n in whole if not until_s or index.info(n).saved_s <= until_s]
 
 
 @final

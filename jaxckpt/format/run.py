@@ -3,7 +3,7 @@
     _jaxckpt.run            {"id", "directory": URL}
     _jaxckpt.steps          [directory names], where peers are to read the steps
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
-    _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to": directory}
+    _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to", "began_ns"}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
 
 All are JSON. Times are wall clock, ns since 1970.
@@ -191,6 +191,7 @@ class Doomed:
     steps: Sequence[str] = ()
     owner: str = ""  # the token of the writer; "" if only it may finish the deletion
     move_to: str | None = None  # where the steps go instead, as in `KeepPolicy`
+    began_ns: int = 0  # when, by the writer's clock; earlier releases did not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -476,6 +476,26 @@ def test_processes_that_open_differently_raise_the_same_error(tmp_path, argument
 
 
 @pytest.mark.multihost
+def test_processes_that_ask_for_different_steps_are_told(tmp_path):
+    """Each would get the step of process 0, or be told that its own is deleted."""
+
+    def run(processes):
+        mine, errors = 1 + processes.index, (ProcessesDisagree, ValueError)
+        with CheckpointManager(tmp_path, timeout_s=20) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, {"n": step}).result()
+            with pytest.raises(errors[processes.index], match="for step 2, process 0 for step 1"):
+                manager.restore(step=mine)
+            told = pytest.raises(ValueError, match="delete of step 2, but of step 1 in process 0")
+            with told if mine == 2 else contextlib.nullcontext():
+                manager.delete(mine)
+            assert manager.restore(step=3) == {"n": 3}
+            assert manager.all_steps() == [2, 3]
+
+    simulate(2, run)
+
+
+@pytest.mark.multihost
 def test_a_wait_raises_the_error_that_is_there_already(tmp_path):
     """A later save that hangs does not hide why an earlier one failed."""
 

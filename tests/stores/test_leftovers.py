@@ -168,6 +168,46 @@ def test_what_a_refused_deletion_left_is_removed(place, trial, then):
     assert number >= 10
 
 
+def test_a_late_request_of_a_deletion_dooms_no_step_saved_since(place):
+    """The store acts on it once the step is deleted and saved again, after it was sent again."""
+    url, _, proxy = place
+    acts = threading.Event()
+    with jaxckpt.CheckpointManager(url) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).result()
+        held = proxy.add(Hold(acts), method="PUT", path="doomed", times=1)
+        manager.delete(2)
+        manager.save(2, state(3)).result()
+        assert held.done == 1
+        assert names.DOOMED not in files_of(url)
+        acts.set()
+        wait_until(lambda: names.DOOMED in files_of(url))
+
+    with jaxckpt.CheckpointManager(url) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert is_state(manager.restore(), 3)
+        assert names.DOOMED not in files_of(url)
+
+
+def test_a_late_marker_of_a_deleted_step_is_no_step(place):
+    """The store acts on its request after it was sent again, and the step was deleted."""
+    url, _, proxy = place
+    acts = threading.Event()
+    with jaxckpt.CheckpointManager(url) as manager:
+        manager.save(1, state(1)).result()
+        held = proxy.add(Hold(acts), method="PUT", path=f"2/{names.COMMIT_MARKER}", times=1)
+        manager.save(2, state(2)).result()
+        manager.delete(2)
+        assert held.done == 1
+        acts.set()
+        wait_until(lambda: files_of(f"{url}/2") == {names.COMMIT_MARKER})
+        assert jaxckpt.CheckpointManager(url, mode="r").all_steps() == [1]
+
+        manager.save(2, state(3)).result()
+        assert is_state(manager.restore(), 3)
+    assert files_of(f"{url}/2") == recorded(f"{url}/2")
+
+
 def test_who_may_not_delete_saves_on(place, trial):
     """Each step that the policy would delete stays, and `problems` says why."""
     url, _, proxy = place
