@@ -44,11 +44,10 @@ class StateReading:
     def read(self, index: StepIndex, step: int, check: Check) -> Any:
         """Reads the state of a step."""
         self.meter = Meter("restore", index.path(step), step=step)
-        source = _source(index, self.run, step, check, partial(self._open, index, step))
+        source = _source(index, self.run, step, check, self._open)
         return restore_from(source, [self.like], self.request, meter=self.meter)
 
-    def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
-        check_found(index, step, found)
+    def _open(self, found: Found) -> Any:  # an Item
         for name, value in self.objects.items():
             self._states[name] = _items.state_for(found, name, value, self.processes)
         return open_item(found, self.item if self.item in found.items else None)
@@ -79,16 +78,12 @@ class ItemsReading:
         if targets is None:
             targets = dict.fromkeys(read(lambda found: [*found.items]))
         return {
-            name: read(
-                partial(self._item, partial(check_found, index, step), name, like),
-                None if _items.is_stateful(like) else like,
-            )
+            name: read(partial(self._item, name, like), None if _items.is_stateful(like) else like)
             for name, like in targets.items()
         }
 
-    def _item(self, check: Callable[[Found], None], name: str, target: Any, found: Found) -> Any:
+    def _item(self, name: str, target: Any, found: Found) -> Any:
         """Returns an `Item`, or the value of the item."""
-        check(found)
         if _items.is_stateful(target):
             return _items.state_for(found, name, target, self.processes)
         states = _items.read_states(found, name)
@@ -113,6 +108,7 @@ def _source(
 
     def open_checked(found: Found) -> Any:
         check(found)
+        check_found(index, step, found)
         return open_(found)
 
     return Source(where=path, within=within, open=open_checked, name=f"{run}/{step}")
