@@ -34,7 +34,6 @@ from jaxckpt._run.copies import Saved, latest
 from jaxckpt._run.disks import Disk, Entry, choose, read_entry
 from jaxckpt._run.identity import newest_saved, saved_at
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import Root
 from jaxckpt._run.scratch import FAILURES, Scratch
 from jaxckpt.errors import CorruptCheckpoint
@@ -48,10 +47,8 @@ _MOST_TOLD: Final = 8  # processes in a message
 class Coverage:
     """One step on the disks of several hosts, while all processes read it: a context manager."""
 
-    share: StepIndex  # the steps on this process's disk
-    is_new: bool  # whether no earlier start of the run used that disk
+    local: Root  # on this process's disk
     directory: Root
-    peers: Peers
     step: int
     processes: Processes
     budget_bytes: int
@@ -67,7 +64,8 @@ class Coverage:
 
     def __enter__(self) -> Coverage:
         part = self.processes.index, self.processes.count
-        self.scratch = Scratch(share=self.share, here=self.peers.here, step=self.step, part=part)
+        share, here = self.local.index, self.local.peers.here
+        self.scratch = Scratch(share=share, here=here, step=self.step, part=part)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,12 +81,12 @@ class Coverage:
         mine.look()
         for disks in (mine.disks, None):
             if disks is None:  # no disk has it, so one process asks the peers
-                roots = self.peers.having(self.step) if self.processes.index == 0 else ()
-                disks = mine.open(roots, failed=self.peers.leave)
+                roots = self.local.peers.having(self.step) if self.processes.index == 0 else ()
+                disks = mine.open(roots, failed=self.local.peers.leave)
             saves = [[disk.found.origin, _life(self.step, disk)] for disk in disks]
             own = saves[0][0] if mine.has_own else None
             told: Any = [socket.gethostname(), own, saves, self._lives()]
-            told += [self.is_new or mine.is_damaged]
+            told += [self.local.owner.is_new or mine.is_damaged]
             first, self._who, why, save, self.is_first = self._gather("disks", told, _first)
             if why is not None:
                 return self._unusable(why)
@@ -111,8 +109,8 @@ class Coverage:
         """Returns how the run got to the newest steps, as far as is readable."""
         lives = []
         with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
-            lives += [saved_at(self.share, number) for number in self.share.steps()[-1:]]
-        if self.peers and self.processes.index == 0:  # their steps were not compared with these
+            lives += [saved_at(self.local.index, n) for n in self.local.index.steps()[-1:]]
+        if self.local.peers and self.processes.index == 0:  # their steps were not compared
             with contextlib.suppress(*FAILURES):
                 newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
                 lives += [newest] if newest is not None else []
@@ -171,7 +169,8 @@ class Coverage:
 
     def said(self) -> str:
         """Returns what came from other disks."""
-        elsewhere = f"{'at peers or ' if self.peers.urls else ''}in {self.directory.index.root}"
+        peers = "at peers or " if self.local.peers.urls else ""
+        elsewhere = f"{peers}in {self.directory.index.root}"
         told = [
             f"{counted(count, 'chunk')} of {size_text(size)} were {how}"
             for count, size, how in ((*self.sent, "sent"), (*self.copied, f"read {elsewhere}"))
@@ -200,7 +199,7 @@ class Coverage:
                     if self.scratch.is_here(error):
                         self.scratch.note(index, error)
                         break
-                    self.peers.leave(index, error)
+                    self.local.peers.leave(index, error)
         told = [len(got), sum(entry.sizes[0] for entry in got.values())]
         came = self._gather("fetched", told, lambda given: [*map(sum, zip(*given, strict=True))])
         self.copied = [self.copied[0] + came[0], self.copied[1] + came[1]]
@@ -208,7 +207,7 @@ class Coverage:
 
     def _elsewhere(self) -> Iterator[StepIndex]:
         """Yields the roots without a process that have the step: of peers, then the directory."""
-        yield from self.peers.having(self.step)
+        yield from self.local.peers.having(self.step)
         if self.step in (self.directory.known_steps() or ()):
             yield self.directory.index
 
@@ -236,7 +235,7 @@ class Coverage:
                 mine = np.zeros(words_for(sum(totals[i] for i in group)) * 4, np.uint8)
                 for i in group if problem is None else ():
                     if chosen[i][0] == self.processes.index:
-                        data = read_entry(self.share.storage, have[union[i]])
+                        data = read_entry(self.local.index.storage, have[union[i]])
                         mine[at : at + totals[i]] = np.frombuffer(data, np.uint8)
                     at += totals[i]
                 if mesh is not None:  # what may fail here comes before all go into the operation
@@ -284,7 +283,7 @@ class Coverage:
     def _meet(self, name: str, problem: Exception | None) -> str | None:
         """Returns what failed in any process, alike in all."""
         if problem is not None:
-            self.scratch.note(self.share, problem)
+            self.scratch.note(self.local.index, problem)
         met = meet(self.processes, self._named(name), None, problem, timeout_s=self.timeout_s)
         told = "; ".join(f"process {i}: {text}" for i, text in met.problems.items())
         return self._unusable(told) if met.failed else None

@@ -215,10 +215,8 @@ class Resume(Candidates):
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
         with Coverage(
-            share=self.roots[0].index,
-            is_new=self.roots[0].owner.is_new,
+            local=self.roots[0],
             directory=self.roots[-1],
-            peers=self.roots[0].peers,
             step=copy.step,
             processes=self.processes,
             budget_bytes=self.budget_bytes,
