@@ -133,15 +133,9 @@ class Tiers:
         steps, sent = self.local.index.steps(), self.sender.newest
         newest = [n for n in steps if self.local.counts(n, floor)][-1:]
         if newest and sent is not None and newest[0] <= sent:
-            newest = [] if self.sender.processes.index == 0 or self._is_durable(sent) else newest
+            leads = self.sender.processes.index == 0  # else it may not have committed the step
+            newest = [] if leads or sent in (self.directory.known_steps() or ()) else newest
         return [*newest, *(n for n in steps if not self.local.counts(n, floor))]
-
-    def _is_durable(self, step: int) -> bool:
-        """Returns whether process 0 is known to have committed a step in the directory."""
-        try:
-            return self.directory.reach.ask(partial(self.directory.has, step))
-        except OSError:
-            return False
 
     def _has_room(self, size_bytes: int) -> bool:
         free = free_bytes(self.local.index.root)
