@@ -134,11 +134,11 @@ class Keys:
     Example:
         >>> keys = Keys({"driver": "memory", "path": "doctest-keys/"})
         >>> keys.write("a/b", b"1")
-        >>> keys.list(), keys.read("a/b")
-        (['a/b'], b'1')
+        >>> keys.read("a/b")
+        b'1'
         >>> keys.clear()
-        >>> keys.list()
-        []
+        >>> keys.read("a/b") is None
+        True
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -152,10 +152,6 @@ class Keys:
 
     def write(self, key: str, data: bytes) -> None:
         _wait(self._store.write(key, data), self._spec)
-
-    def list(self) -> list[str]:
-        """Returns all keys, sorted."""
-        return sorted(key.decode() for key in self._store.list().result())
 
     def clear(self) -> None:
         """Deletes all keys."""

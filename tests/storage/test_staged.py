@@ -15,7 +15,7 @@ from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import _staged, locate
-from jaxckpt.storage._arrays import Keys
+from jaxckpt.storage._arrays import Reader
 from jaxckpt.testing import simulate
 from tests.golden import compare
 from tests.golden.fixture import golden_names
@@ -53,7 +53,7 @@ def same(found, tree):
 
 def left_in_memory():
     gc.collect()
-    return Keys({"driver": "memory", "path": "jaxckpt-"}).list()
+    return Reader({"driver": "memory", "path": "jaxckpt-"}, database=False).keys()
 
 
 @pytest.fixture(scope="module", autouse=True)
