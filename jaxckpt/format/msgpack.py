@@ -204,14 +204,12 @@ class _Decoder:
     def _string(self, text: str) -> str | Placeholder:
         for prefix in _PLACEHOLDERS:
             if text.startswith(prefix):
-                return Placeholder(self._inside(text.removeprefix(prefix)))
+                name = text.removeprefix(prefix)  # used as a path
+                if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+                    what = f"the array name {name[:80]!r} points outside the checkpoint"
+                    raise self._corrupt(what)
+                return Placeholder(name)
         return text
-
-    def _inside(self, name: str) -> str:
-        """Returns an array name that is used as a path, after checking that it stays inside."""
-        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise self._corrupt(f"the array name {name[:80]!r} points outside the checkpoint")
-        return name
 
     def _join(self, node: Mapping[str | int, Any]) -> np.ndarray:
         shape = self._numbered(node.get("shape"))
