@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -60,7 +60,6 @@ _EMPTY_WORDS: Final = {list: "List", tuple: "Tuple", type(None): "None"}
 _INDICES: Final = (tree_util.SequenceKey, tree_util.FlattenedIndexKey)
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _NUMBERS: Final = (bool, int, float, complex)
-_NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
 _ZEROS: Final = {scalar.__name__: scalar() for scalar in SCALARS}
 _MOST_LEVELS: Final = 250  # of a tree that jax is given, more than any checkpoint has
@@ -239,14 +238,12 @@ def _describe(value: Any, path: Path) -> Mapping[str, Any]:
         kind = next(t for t in _NUMBERS if isinstance(value, t)).__name__
         return {"kind": kind, "dtype": stored_value(kind, value).dtype.name}  # pyright: ignore[reportArgumentType]
     if is_empty(value):
+        word, container = _EMPTY_WORDS.get(type(value), "None"), None
         if isinstance(value, dict):
-            container = Node(type="odict") if type(value) is OrderedDict else None
-            return {"kind": "empty", "dtype": "Dict", "container": container}
-        word = _EMPTY_WORDS.get(type(value))
-        if word is None:
+            word, container = "Dict", Node(type="odict") if type(value) is OrderedDict else None
+        elif type(value) not in _EMPTY_WORDS:
             container = _class_node(type(value), (), _one_level(value))
-            return {"kind": "empty", "dtype": "None", "container": container}
-        return {"kind": "empty", "dtype": word}
+        return {"kind": "empty", "dtype": word, "container": container}
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError("is a jax.ShapeDtypeStruct: it has a shape but no values")
     raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
@@ -263,7 +260,7 @@ def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
         return np.frombuffer(value.encode() if kind == "str" else value, np.uint8)
     if kind == "generic":
         return np.asarray(value)
-    return np.asarray(_NUMBER_OF[kind](value))  # IntEnum -> int
+    return np.asarray(type(_ZEROS[kind])(value))  # IntEnum -> int
 
 
 @lru_cache(maxsize=1 << 12)
@@ -314,8 +311,7 @@ def _make_node(
     cls: type, aux: Any, names: tuple[str, ...], children: tuple[Node | None, ...]
 ) -> Node:
     if cls in (list, tuple):
-        kind: Literal["list", "tuple"] = "list" if cls is list else "tuple"
-        return Node(type=kind, names=names, children=children)
+        return Node(type="list" if cls is list else "tuple", names=names, children=children)
     if issubclass(cls, dict):
         keys = aux[1] if isinstance(aux, tuple) and len(aux) == 2 and callable(aux[0]) else aux
         is_plain = {*map(type, keys)} <= {str} or all(type(_as_base(k)) is str for k in keys)
