@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.facts import write_run_metadata
-from jaxckpt._run.index import StepIndex
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.worker import Worker
@@ -114,15 +112,19 @@ class Opening:
         if self._is_over:  # by another manager, or while the root did not answer
             self._owner.close()
             raise SaveFailed(f"{index.root}: {self.ended}")
-        with _unless_full(index):
-            if (folder := self._deletion.folder) is not None:
-                check_folder(index, folder)
         index.note_strays(
             listing, besides=[self._deletion.move_to, *self._owner.leftovers.spared_work]
         )
-        with _unless_full(index):
+        try:
+            if (folder := self._deletion.folder) is not None:
+                check_folder(index, folder)
             if metadata:
                 write_run_metadata(index, metadata)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # Steps can be restored and deleted there.
+            index.report(f"{index.root} is opened, though the disk is full: {error}")
         if (newest := index.newest(listing)) is not None:
             self._owner.finish_commit(newest)
         naming = None if index.naming is None else asdict(index.naming)
@@ -172,17 +174,6 @@ class Opening:
                         del _open[self._key]
         finally:
             self._ending.release()
-
-
-@contextlib.contextmanager
-def _unless_full(index: StepIndex) -> Iterator[None]:
-    """Reports a full disk: steps can be restored and deleted there."""
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        index.report(f"{index.root} is opened, though the disk is full: {error}")
 
 
 _open: dict[tuple[str, int], Opening] = {}  # managers open for writing
