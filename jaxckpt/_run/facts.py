@@ -11,7 +11,7 @@ from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.listing import ListedRoot
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import StepNames
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, listing
 
 
 def check_found(listed: ListedRoot, number: int, found: Found) -> None:
@@ -48,10 +48,7 @@ def metrics_of(found: Found) -> dict[str, Any]:
 
 def is_ours(storage: Storage, path: str) -> bool:
     """Returns whether jaxckpt wrote a directory, at least in part."""
-    try:
-        inside = storage.entries(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    inside = listing(storage, path) or {}
     files = (inside.get(name) for name in (names.RECORD, names.WRITER))
     return any(file is not None and file.kind == "file" for file in files) or lost_record(
         Found(storage=storage, path=path, listings={path: inside})

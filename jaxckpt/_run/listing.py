@@ -24,7 +24,7 @@ from jaxckpt._disk.find import neighbours
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Owner, RootFile, StepNames
-from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, locate
+from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, listing, locate
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -132,10 +132,7 @@ class ListedRoot:
         view = None if self.is_large else whole(self.storage, self.root)
         if asked > self._latest:  # else another thread asked later, and has its answer
             self._all, self._latest = view, asked
-        try:
-            return (view or self.storage).entries(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        return listing(view or self.storage, self.root) or {}
 
     @property
     def seen(self) -> Collection[str]:
