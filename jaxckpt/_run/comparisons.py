@@ -63,7 +63,4 @@ class Comparisons:
         if not self._was_alike:  # the program may work so
             text = f"step {step}: replicas differ, as whenever this job has compared them"
         text += f": {differences}. See 'If replicas differ' in docs/runs.md"
-        if self._processes.index == 0:
-            self._index.report(text)
-        else:  # one of all logs it
-            self._index.problems.append(text)
+        self._index.report(text, logs=self._processes.index == 0)  # one of all logs it

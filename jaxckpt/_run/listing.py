@@ -109,11 +109,12 @@ class ListedRoot:
     _order: Iterator[int] = field(default_factory=count)  # in which views of it are asked for
     _latest: int = -1  # in this order, the view that there is
 
-    def report(self, problem: str) -> None:
-        """Records a problem and logs it the first time."""
+    def report(self, problem: str, *, logs: bool = True) -> None:
+        """Records a problem the first time, and logs it then."""
         if problem not in self.problems:
             self.problems.append(problem)
-            self.warn(problem)
+            if logs:
+                self.warn(problem)
 
     def warn(self, text: str) -> None:
         """Logs a warning; all warnings about a run come from here."""
@@ -123,8 +124,7 @@ class ListedRoot:
     def note_strays(self, listing: Listing, *, besides: Collection[str | None] = ()) -> None:
         """Records the entries of the root that do not belong to the run."""
         for name, text in listing.strays(besides=besides).items():
-            if f"{self.root}/{name}: {text}" not in self.problems:
-                self.problems.append(f"{self.root}/{name}: {text}")
+            self.report(f"{self.root}/{name}: {text}", logs=False)
 
     def entries(self) -> dict[str, Entry]:
         """Lists the root; empty if it does not exist. In a store, a small run is listed whole."""

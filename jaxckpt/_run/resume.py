@@ -52,11 +52,7 @@ class Resume(Candidates):
 
     def report_alike(self, text: str) -> None:
         """Reports a step in all processes, and logs it in one."""
-        index = self.roots[0].index
-        if self.processes.index == 0:
-            index.report(text)
-        elif text not in index.problems:
-            index.problems.append(text)
+        self.roots[0].index.report(text, logs=self.processes.index == 0)
 
     def first_whole(
         self,
