@@ -137,10 +137,10 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1743, 11, 20),
-    "manager open + save": (3996, 16, 41),
-    "open + save, local": (6366, 18, 130),
+    "manager open + save": (3987, 16, 41),
+    "open + save, local": (6357, 18, 130),
     "restore(path, like)": (2263, 14, 8),
-    "manager.restore(like)": (2739, 18, 10),
+    "manager.restore(like)": (2738, 18, 10),
     "open": (599, 10, 5),
     "verify": (1897, 15, 17),
 }
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
     "_convert": (1036, 682),
-    "_core": (2664, 1679),
+    "_core": (2660, 1675),
     "_disk": (5110, 3580),
     "_inspect": (1219, 822),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
-    "_run": (9850, 6812),
+    "_run": (9815, 6781),
     "_save": (2370, 1659),
     "cli": (4680, 3374),
-    "format": (3295, 2170),
+    "format": (3293, 2170),
     "integrations": (470, 258),
     "multihost": (990, 632),
     "orbax": (6154, 3763),
     "pages": (2483, 1775),
-    "storage": (4195, 2823),
+    "storage": (4191, 2821),
     "testing": (1045, 692),
 }
 
