@@ -301,6 +301,8 @@ class StepIndex(ListedRoot):
             there = f"has {more}{', '.join(map(str, steps[-8:]))}" if steps else self.emptiness()
             inside = entries_of(self.storage, path)
             what = "" if inside is None else f" {path} is not one: it contains {shown([*inside])}."
+            if names.WRITER in (inside or ()):
+                what += " Unless a job saves or deletes it now, the next one or `gc` removes it."
             if (file := self.missing_file(number)) is not None:
                 what = f" {path} is incomplete: {file} is missing."
             raise CheckpointNotFound(

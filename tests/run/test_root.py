@@ -659,6 +659,15 @@ def test_a_run_inside_a_run_is_not_a_step(world, files):
         found.index.check_step(2603)
 
 
+def test_the_error_about_remains_of_a_save_says_who_removes_them(world):
+    """Where a save has a directory of its own, it is no save that left them."""
+    world.write(f"7/{names.WRITER}")
+    renames = world.storage.atomic_rename
+    says = "incomplete" if renames else "the next one or `gc` removes it"
+    with pytest.raises(CheckpointNotFound, match=says):
+        world.run().index.check_step(7)
+
+
 def test_a_root_that_is_not_there_has_no_steps(disk):
     """Nor has one that is a file; asking makes nothing."""
     for root in ("nothing", "file"):
