@@ -32,7 +32,7 @@ from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect, given, maybe_expect
 
 VERSION: Final = 1
-MAX_STARTS: Final = 32
+MAX_STARTS: Final = 256  # of a run that are listed in a step, in 8 kB
 # The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20
 _REPEATED: Final = (names.CHECKPOINT_METADATA, f"{names.METRICS_ITEM}/{names.METRICS_FILE}")
