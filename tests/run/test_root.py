@@ -623,11 +623,13 @@ def test_what_is_no_committed_step_is_not_listed(disk):
 
 
 def test_steps_of_orbax_are_listed(world):
-    """Each of its marks will do; a directory may hold nothing but an item."""
+    """Each of its marks will do; a directory may hold nothing but an item, but not but a marker."""
     for number, mark in enumerate(
         ["_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA", "checkpoint", "state/_METADATA"]
     ):
         world.write(f"{number}/{mark}", b"{}")
+    world.write("1/w/.zarray", b"{}")
+    world.write("5/commit_success.txt", b"")
 
     assert world.run().index.steps() == [0, 1, 2, 3, 4]
 
