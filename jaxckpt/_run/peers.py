@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
@@ -110,5 +110,5 @@ class Peers:
             # On a disk, a step has its name only once it is committed.
             for name in (names.RECORD, names.COMMIT_MARKER):
                 files[f"{step}/{name}"] = Entry("file", 0)
-        view: Any = Ahead(storage, root, files, small)
+        view = Ahead(storage, root, files, small)
         return StepIndex(view, root, self.naming, quiet=True)

@@ -30,7 +30,7 @@ import posixpath
 import re
 import shutil
 from functools import cache, partial
-from typing import Final, cast
+from typing import Final
 from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
@@ -155,7 +155,7 @@ def _storage_on(mount: Mount | None) -> Storage:
             mount.kind,
         )
     local = LocalStorage(atomic_rename=not mount.is_bucket)
-    return cast("Storage", LimitedStorage(local, mount))
+    return LimitedStorage(local, mount)
 
 
 def drop_cached(storage: Storage, path: str) -> None:

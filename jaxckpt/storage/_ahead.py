@@ -10,7 +10,7 @@ import os
 import posixpath
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
@@ -69,7 +69,7 @@ def listed(
     if isinstance(storage, Ahead) and storage.has(root):
         return storage
     if storage.atomic_rename:
-        return cast("Storage", Ahead(storage, root, None, {}))
+        return Ahead(storage, root, None, {})
     found = storage.files(root, in_one=in_one)
     recorded = {name.removesuffix(names.RECORD) for name in found if name.endswith(names.RECORD)}
     wanted = [
@@ -85,8 +85,7 @@ def _view(storage: Storage, root: str, found: Mapping[str, Entry], first: Sequen
     """Returns a view in which some small files have been read."""
     wanted = [f"{root}/{name}" for name in first if found[name].size <= _MOST_BYTES]
     data = together(storage, [partial(_read, storage, file) for file in wanted])
-    both = zip(wanted, data, strict=True)
-    return cast("Storage", Ahead(storage, root, found, dict(both)))
+    return Ahead(storage, root, found, dict(zip(wanted, data, strict=True)))
 
 
 def _is_first(name: str) -> bool:
@@ -121,6 +120,7 @@ def now(storage: Storage) -> Storage:
     return storage.inner if isinstance(storage, Ahead) else storage
 
 
+@final
 class Ahead:
     """The view of `ahead` and `listed`: a `Storage`."""
 
@@ -133,15 +133,22 @@ class Ahead:
     ) -> None:
         self.inner = inner
         self.data = data
+        self.scheme, self.atomic_rename = inner.scheme, inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes, self.reads_at_once = inner.parallel_writes, inner.reads_at_once
+        # The store itself does all else.
+        self.read_into, self.size = inner.read_into, inner.size
+        self.write, self.create, self.hold = inner.write, inner.create, inner.hold
+        self.make_dir, self.sync = inner.make_dir, inner.sync
+        self.rename, self.exchange = inner.rename, inner.exchange
+        self.link, self.link_all = inner.link, inner.link_all
+        self.delete, self.delete_files = inner.delete, inner.delete_files
+        self.delete_empty = inner.delete_empty
         self._root = root
         self._is_all = files is not None
         self._folders: dict[str, dict[str, Entry]] = {root: {}} if files is not None else {}
         for name, entry in (files or {}).items():
             self._put(f"{root}/{name}", entry)
-
-    def __getattr__(self, name: str) -> Any:
-        """Lets the store itself do all else."""
-        return getattr(self.inner, name)
 
     def _put(self, path: str, entry: Entry) -> None:
         folder, name = posixpath.split(path)

@@ -94,21 +94,33 @@ class Call:
         )
 
 
+@final
 class LimitedStorage:
     """A `Storage` of local files that may hang: its calls raise StoreError then."""
 
     def __init__(self, inner: Storage, mount: Mount) -> None:
-        self._inner, self._mount = inner, mount
+        self._hold, self._mount = inner.hold, mount
         self._hanging: set[Call] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns a fact about the storage, or a call to it that is waited for with a limit."""
-        found = getattr(self._inner, name)
-        return partial(self._within, found) if callable(found) else found
+        self.scheme, self.atomic_rename = inner.scheme, inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes, self.reads_at_once = inner.parallel_writes, inner.reads_at_once
+        limited = self._limited
+        self.read, self.read_into = limited(inner.read), limited(inner.read_into)
+        self.write, self.create = limited(inner.write), limited(inner.create)
+        self.kind, self.size = limited(inner.kind), limited(inner.size)
+        self.entries, self.files = limited(inner.entries), limited(inner.files)
+        self.make_dir, self.sync = limited(inner.make_dir), limited(inner.sync)
+        self.rename, self.exchange = limited(inner.rename), limited(inner.exchange)
+        self.link, self.link_all = limited(inner.link), limited(inner.link_all)
+        self.delete, self.delete_files = limited(inner.delete), limited(inner.delete_files)
+        self.delete_empty = limited(inner.delete_empty)
 
     def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
-        found = self._within(self._inner.hold, path, data, new=new)
+        found = self._within(self._hold, path, data, new=new)
         return found and _LimitedHold(found, self._hanging)
+
+    def _limited(self, do: Callable[P, T]) -> Callable[P, T]:
+        return partial(self._within, do)
 
     def _within(self, do: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         if hanging := next(iter(list(self._hanging)), None):
