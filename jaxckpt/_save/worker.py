@@ -219,12 +219,6 @@ class Worker(Generic[S]):
         if not self._failures:
             _known.discard(self)
 
-    def leave(self) -> None:
-        """Does what follows the last save as the program ends, unless that was done."""
-        if not (self.is_stopped or self._saves):
-            with contextlib.suppress(Exception):  # nobody is left to hear of it
-                self.last()
-
     def _work(self) -> None:
         caller = threading.current_thread()
         with self.lock:
@@ -306,7 +300,9 @@ def _end() -> None:
     for _ in range(2):  # the end of a save may be the beginning of an upload
         late += [one for one in list(_known) if one not in late and not _has_ended(one)]
     for worker in [*_workers]:
-        worker.leave()
+        if not (worker.is_stopped or worker._saves):
+            with contextlib.suppress(Exception):  # nobody is left to hear of it
+                worker.last()
     if late:
         atexit.register(_leave)
 
