@@ -45,7 +45,7 @@ _MOST_TOLD: Final = 8  # processes in a message
 @final
 @dataclass(slots=True, kw_only=True)
 class Coverage:
-    """One step on the disks of several hosts, while all processes read it: a context manager."""
+    """One step on the disks of several hosts, while all processes read it; close `scratch`."""
 
     local: Root  # on this process's disk
     directory: Root
@@ -62,14 +62,10 @@ class Coverage:
     _who: str = ""  # the processes without the step
     is_first: bool = False  # whether it is of the first save of its run, and was never committed
 
-    def __enter__(self) -> Coverage:
+    def __post_init__(self) -> None:
         part = self.processes.index, self.processes.count
         share, here = self.local.index, self.local.peers.here
         self.scratch = Scratch(share=share, here=here, step=self.step, part=part)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.scratch.close()
 
     def introduce(self) -> str | None:
         """Lets every process read the step as if its disk had none of the chunks.

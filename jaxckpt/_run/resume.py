@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -210,14 +210,15 @@ class Resume(Candidates):
         avoids_marked: bool,
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
-        with Coverage(
+        disks = Coverage(
             local=self.roots[0],
             directory=self.roots[-1],
             step=copy.step,
             processes=self.processes,
             budget_bytes=self.budget_bytes,
             timeout_s=self.timeout_s,
-        ) as disks:
+        )
+        with closing(disks.scratch):
             problem, error = disks.introduce(), None
             while problem is None:
                 attempt = self._try(
