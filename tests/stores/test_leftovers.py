@@ -350,6 +350,26 @@ def test_what_arrives_after_an_interrupted_save_blocks_no_other(place):
     assert files_of(f"{url}/a") == recorded(f"{url}/a")
 
 
+def test_what_a_store_does_after_a_failed_save_blocks_no_other(place):
+    """It acts on a request that it did not answer, once the save has been cleaned up."""
+    url, _, proxy = place
+    acts = threading.Event()
+    held = proxy.add(Hold(acts), method="PUT", path="/d/", times=1)
+    proxy.add(Answer(503), method="PUT", path="/d/")
+    with jaxckpt.CheckpointManager(f"{url}/a") as manager:
+        with pytest.raises(SaveFailed):
+            manager.save(1, state(1)).result()
+        assert files_of(f"{url}/a/1") == {names.WRITER}
+        proxy.heal()
+        acts.set()
+        wait_until(lambda: len(files_of(f"{url}/a/1")) == 2)
+
+        manager.save(1, state(2)).result()
+    assert held.done == 1
+    assert is_state(jaxckpt.restore(f"{url}/a/1"), 2)
+    assert files_of(f"{url}/a/1") == recorded(f"{url}/a/1")
+
+
 def test_a_live_writer_of_the_run_is_not_disturbed(place, zygote):  # noqa: F811
     """A job that opens the run meanwhile removes nothing of it, and the save is committed."""
     url, server, proxy = place
