@@ -296,10 +296,11 @@ def test_zarr_python_reads_each_array(saved):
     path, values = saved
     out = path.parent / "files"
     _, where = locate(path / "state")
-    keys = _arrays.Keys({"driver": "ocdbt", "base": kvstore(where)})
-    for key in keys.list():
+    database = _arrays.Reader(kvstore(where) or {}, database=True)
+    keys = database.keys()
+    for key, value in zip(keys, database.values([(key, None) for key in keys]), strict=True):
         (out / key).parent.mkdir(parents=True, exist_ok=True)
-        (out / key).write_bytes(keys.read(key) or b"")
+        (out / key).write_bytes(value or b"")
 
     for leaf in ("inner", "plain", "sharded", "small", "zeros"):
         got = zarr.open_array(out / leaf, mode="r")[...]
