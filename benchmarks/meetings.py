@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,15 +67,16 @@ def work(index: int, count: int, port: int, folder: Path) -> None:
     from jax.sharding import PartitionSpec as P
 
     import jaxckpt
-    from jaxckpt.multihost import current
+    from jaxckpt.multihost import current, playing
 
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {"w": jax.device_put(np.ones((count, 4096), np.float32), NamedSharding(mesh, P("x")))}
-    rounds: Any = current()
-    service = rounds._service = _Counted(rounds._service)
+    processes: Any = current()
+    service: Any = _Counted(processes.service)
+    rounds = replace(processes, service=service)
     facts: dict[str, float] = {}
-    with jaxckpt.CheckpointManager(folder / "run") as manager:
+    with playing(rounds), jaxckpt.CheckpointManager(folder / "run") as manager:
         manager.save(0, tree)
         manager.wait_until_finished()
         for what, act in {

@@ -112,7 +112,7 @@ def _meeting(count: int) -> dict[str, float]:
         list(pool.map(put, range(1, count)))
         rounds = Distributed(index=0, count=count, service=service)
         began = time.perf_counter()
-        meet(rounds, "a", report, None, _judged, timeout_s=60)
+        meet(rounds.within(60), "a", report, None, _judged)
         own = time.perf_counter() - began
         list(pool.map(get, range(1, count)))
         whole = time.perf_counter() - start

@@ -139,7 +139,7 @@ def _meet(part: str) -> None:
     gc.collect()
     trim()
     print(part, file=sys.stderr, flush=True)
-    current().gather(f"benchmarks/{part}", None, timeout_s=_MEET_TIMEOUT_S)
+    current().within(_MEET_TIMEOUT_S).gather(f"benchmarks/{part}", None)
 
 
 def check(peer: Peer, tree: Any, restored: Any, like: Any) -> None:

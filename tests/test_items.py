@@ -374,7 +374,7 @@ def test_a_manager_deletes_an_item(tmp_path, count):
             manager.pin(2)
             with pytest.raises((ValueError, ProcessesDisagree), match="pinned"):
                 manager.delete(2, item="ema")
-            processes.gather("test", None, timeout_s=20)
+            processes.within(20).gather("test", None)
             return [set(manager.restore_items(step)) for step in (1, 2)]
 
     assert simulate(count, delete) == [[{"state", "config"}, {"state", "ema", "config"}]] * count

@@ -204,8 +204,8 @@ class Together:
         judge: Callable[[list[Any]], Json],
         mark: str = "",
     ) -> Meeting:
-        options: Any = {"timeout_s": self.request.timeout_s, "where": self.where, "mark": mark}
-        return meet(self.processes, f"{name} {self.name}", value, problem, judge, **options)
+        name, where = f"{name} {self.name}", self.where
+        return meet(self.processes, name, value, problem, judge, mark=mark, where=where)
 
 
 def _judge(given: list[Any]) -> Json:

@@ -211,9 +211,8 @@ def restore_from(
 
     Takes `like` out of `target`, so that nothing refers to its arrays while data is read.
     """
-    like = target.pop()
+    like, processes = target.pop(), current()
     meter = meter or Meter("restore", source.where)
-    processes = current()
     wanted, treedef, problem = None, None, None
     try:
         if like is not None:
@@ -225,8 +224,9 @@ def restore_from(
     try:
         reading = partial(_read, source, request, meter, wanted)
         if processes.count > 1 and not request.as_numpy:
+            processes = processes.within(request.timeout_s)
             attempt = partial(_attempt, processes, source, reading, meter, request)
-            read = _read_together(processes, source, attempt, problem, request.timeout_s)
+            read = _read_together(processes, source, attempt, problem)
         elif problem is not None:
             raise problem
         else:
@@ -294,7 +294,6 @@ def _read_together(
     source: Source,
     attempt: Callable[..., _Read | CheckpointError],
     problem: Exception | None,
-    timeout_s: float,
 ) -> _Read:
     """Reads the same checkpoint in all processes; if it is a damaged step, the step before.
 
@@ -305,7 +304,7 @@ def _read_together(
         return first
     name, problems, step = f"restore {source.where}/steps", [], source.step
     if step is not None:
-        for path in lead(processes, name, source.steps, where=source.where, timeout_s=timeout_s):
+        for path in lead(processes, name, source.steps, where=source.where):
             result = attempt(partial(step, path), None, _DAMAGED_OR_GONE)
             if not isinstance(result, CheckpointError):
                 warn_skipped(source.where, problems, posixpath.basename(path))

@@ -20,20 +20,21 @@ def take_if_free(turn: contextlib.ExitStack) -> bool:
 
 
 @contextlib.contextmanager
-def in_turn(processes: Processes, name: str, *, timeout_s: float) -> Iterator[None]:
+def in_turn(processes: Processes, name: str) -> Iterator[None]:
     """Waits for the turn of every process; process 0 decides which of its threads is next.
 
     Raises:
-        CheckpointTimeout: another thread has it for longer than `timeout_s`.
+        CheckpointTimeout: another thread has it for longer than the limit of a round.
     """
+    limit_s = processes.timeout_s
     with contextlib.ExitStack() as turn:
 
         def take() -> None:
-            if not _turn.acquire(timeout=timeout_s):
-                raise CheckpointTimeout(f"{name}: another restore has taken over {timeout_s:g} s")
+            if not _turn.acquire(timeout=limit_s):
+                raise CheckpointTimeout(f"{name}: another restore has taken over {limit_s:g} s")
             turn.callback(_turn.release)
 
-        with leading(processes, f"{name}/turn", where=name, timeout_s=timeout_s):
+        with leading(processes, f"{name}/turn", where=name):
             if processes.index == 0:
                 take()
         if processes.index != 0:

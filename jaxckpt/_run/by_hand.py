@@ -28,7 +28,6 @@ class ByHand:
     saver: Saver
     tiers: Tiers | None
     writes: bool
-    timeout_s: float
 
     def pin(self, step: int) -> None:
         self._everywhere("pin", step, lambda root: one_step.pin(root.leases, step))
@@ -61,24 +60,23 @@ class ByHand:
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
         bad = not all(report.ok for report in reports.values())  # maybe on this disk only
-        name, limit_s = f"manager {self.run}/scrubbed", self.timeout_s
-        if self.writes and self.processes.gather(name, bad, any, timeout_s=limit_s):
+        if self.writes and self.processes.gather(f"manager {self.run}/scrubbed", bad, any):
             self.go_back()  # some were set aside
         return reports
 
     def _scrub(self, root: Root) -> dict[int, VerifyReport]:
         """Verifies the steps of a root; mends damaged steps, or else sets them aside."""
-        mates, name = root.group.mates, f"manager {root.index.root}/scrub"
-        limits: Any = {"where": root.index.root, "timeout_s": self.timeout_s}
-        numbers: list[int] = lead(mates, name, root.index.present, **limits)
+        mates, where = root.group.mates, root.index.root
+        name = f"manager {where}/scrub"
+        numbers: list[int] = lead(mates, name, root.index.present, where=where)
         reports = self._verify(root, numbers, name)
         if self.writes and not all(report.ok for report in reports.values()):
             for number, report in reports.items():
                 if report.damaged:
                     self.roots[0].mend_part(root, number)
-            mates.gather(f"{name} mended", None, len, timeout_s=self.timeout_s)
+            mates.gather(f"{name} mended", None, len)
             settle = partial(self._settle, root, reports)
-            for number in lead(mates, f"{name} done", settle, **limits):
+            for number in lead(mates, f"{name} done", settle, where=where):
                 reports[number] = replace(reports[number], problems=())
         return reports
 
@@ -90,7 +88,7 @@ class ByHand:
             mine = together[mates.index : mates.index + 1]
             reports_here = [look(root.leases, number) for number in mine]
             looked: Any = [one and asdict(one) for one in reports_here]
-            gathered = mates.gather(f"{name} of {start}", looked, timeout_s=self.timeout_s)
+            gathered = mates.gather(f"{name} of {start}", looked)
             for number, of_process in zip(together, gathered, strict=False):
                 if of_process[0] is not None:
                     reports[number] = _decode(of_process[0])
@@ -120,7 +118,7 @@ class ByHand:
         newest = self.newest()
         if (local := self.roots[0]).group.part is not None:
             judge = partial(newest_whole, most=self.saver.position.floor)
-            found = judge_steps(local, judge, run=self.run, timeout_s=self.timeout_s)["newest"]
+            found = judge_steps(local, judge, run=self.run)["newest"]
             newest = max((n for n in (newest, found) if n is not None), default=None)
         self.saver.went_back(newest, good=newest)
 
@@ -146,8 +144,8 @@ class ByHand:
         if named != step:
             raise ValueError(f"{self.run}: {what} of step {step}, but of step {named} in process 0")
         if (local := self.roots[0]).group.part is not None:
-            limits: Any = {"where": self.run, "timeout_s": self.timeout_s}
-            with local.group.leading(f"manager {self.run}/{what} here", any, **limits) as led:
+            name = f"manager {self.run}/{what} here"
+            with local.group.leading(name, any, where=self.run) as led:
                 own = [local] if local.group.follows and local.has(step) else []
                 led.value = (bool(own) and not _in_each(own, do)) or not lacks
             lacks = "" if led.value else lacks
@@ -155,8 +153,7 @@ class ByHand:
             raise CheckpointNotFound(lacks)
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
-        name, limit_s = f"manager {self.run}/{what}", self.timeout_s
-        return lead(self.processes, name, do, where=self.run, timeout_s=limit_s)
+        return lead(self.processes, f"manager {self.run}/{what}", do, where=self.run)
 
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
         """Uploads again, from the hosts' disks, steps of the directory that were set aside."""

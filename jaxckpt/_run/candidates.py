@@ -30,7 +30,6 @@ class Candidates:
 
     roots: tuple[Root, ...]  # where the steps are, the nearest first
     processes: Processes
-    timeout_s: float
     keep: KeepPolicy  # ranks the steps
 
     @property
@@ -40,14 +39,13 @@ class Candidates:
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         step, nearest, in_order = _chosen(step), self.roots[0], newest_first
-        where, limit_s = self.roots[-1].index.root, self.timeout_s
+        where = self.roots[-1].index.root
         if nearest.group.part is not None or nearest.peers:
             known: list[Disks] = []  # only process 0 needs to know what the disks have
-            judge_steps(nearest, lambda *x: known.extend(x), run=where, timeout_s=limit_s)
+            judge_steps(nearest, lambda *x: known.extend(x), run=where)
             in_order = partial(self._over_disks, known)
-        with leading(
-            self.processes, f"manager {where}/steps", where=where, timeout_s=limit_s, meets=True
-        ) as led:
+        name = f"manager {where}/steps"
+        with leading(self.processes, name, where=where, meets=True) as led:
             if self.processes.index == 0:  # it lists the steps
                 led.value = self._copies(step, in_order)
         return [Copy(*one) for one in led.value]

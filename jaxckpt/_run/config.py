@@ -204,9 +204,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         names.check_item(arguments["item"])
 
 
-def check_arguments_alike(
-    processes: Processes, arguments: Mapping[str, Any], *, timeout_s: float
-) -> None:
+def check_arguments_alike(processes: Processes, arguments: Mapping[str, Any]) -> None:
     """Raises in every process if one opens another run, or with other rules.
 
     Functions in policies are compared only by whether there is one.
@@ -222,6 +220,5 @@ def check_arguments_alike(
         processes,
         MANAGER,  # not the directory, in which they may differ
         fields,
-        timeout_s=timeout_s,
         hint="Open the same managers in the same order, with equal arguments, in all processes.",
     )

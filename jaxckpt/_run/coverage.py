@@ -52,7 +52,6 @@ class Coverage:
     step: int
     processes: Processes
     budget_bytes: int
-    timeout_s: float
     sent: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
     copied: list[int] = field(default_factory=lambda: [0, 0])  # from elsewhere, by all processes
     scratch: Scratch = field(init=False)
@@ -140,7 +139,7 @@ class Coverage:
             chosen = self._gather("chunks", sizes, choose)
             missing = [one for one, (_, *size) in zip(union, chosen, strict=True) if not sum(size)]
             if not missing:
-                with in_turn(self.processes, self._named("carry"), timeout_s=self.timeout_s):
+                with in_turn(self.processes, self._named("carry")):
                     return self._carry(union, chosen, have, here)
             if not self._fetch(missing):
                 break
@@ -156,7 +155,7 @@ class Coverage:
             problem: Why the step cannot be used.
         """
         own = self.scratch.failed
-        met = meet(self.processes, self._named("failed"), None, own, timeout_s=self.timeout_s)
+        met = meet(self.processes, self._named("failed"), None, own)
         try:
             met.check(own, problem)
         except Exception as error:  # raised if no other copy of the step is whole
@@ -270,8 +269,7 @@ class Coverage:
     # --- meeting ---------------------------------------------------------------------------------
 
     def _gather(self, name: str, value: Json, judge: Callable[[list[Any]], Json]) -> Any:  # JSON
-        limit_s = self.timeout_s
-        return self.processes.gather(self._named(name), value, judge, timeout_s=limit_s)
+        return self.processes.gather(self._named(name), value, judge)
 
     def _named(self, name: str) -> str:
         return f"coverage {self.directory.index.root} {name}"
@@ -280,7 +278,7 @@ class Coverage:
         """Returns what failed in any process, alike in all."""
         if problem is not None:
             self.scratch.note(self.local.index, problem)
-        met = meet(self.processes, self._named(name), None, problem, timeout_s=self.timeout_s)
+        met = meet(self.processes, self._named(name), None, problem)
         told = "; ".join(f"process {i}: {text}" for i, text in met.problems.items())
         return self._unusable(told) if met.failed else None
 

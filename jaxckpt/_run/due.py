@@ -28,7 +28,6 @@ class DueSteps:
     schedules: list[Schedule]
     processes: Processes
     session: str  # begins the names of rounds
-    timeout_s: float
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards `schedules`
     _known: tuple[Decision, bool] | None = None
     _explained: bool = False
@@ -78,8 +77,7 @@ class DueSteps:
     def agree(self, name: str, step: int) -> Costs:
         """Returns the costs that process 0 has measured, from which all compute the next step."""
         mine = asdict(self.schedules[-1].costs_at(step, now_s=time.monotonic()))
-        mine["step"], limit_s = step, self.timeout_s
-        agreed = cast("dict[str, Any]", self.processes.agree(name, mine, timeout_s=limit_s))
+        agreed = cast("dict[str, Any]", self.processes.agree(name, {**mine, "step": step}))
         if (theirs := agreed.pop("step")) != step:
             raise ProcessesDisagree(
                 f"process 0 asks whether to save step {theirs}, this process asks about {step}. "

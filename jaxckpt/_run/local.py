@@ -93,13 +93,7 @@ class Local:
 
 
 def settle(
-    local: StepIndex,
-    directory: StepIndex,
-    processes: Processes,
-    *,
-    writes: bool,
-    timeout_s: float,
-    reach: Reach,
+    local: StepIndex, directory: StepIndex, processes: Processes, *, writes: bool, reach: Reach
 ) -> Local:
     """Decides where the processes of a job have the local steps of their run.
 
@@ -112,11 +106,9 @@ def settle(
     """
     share, away = "", None
     if processes.count > 1:
-        share = share_on_disk(
-            local.storage, local.root, processes, timeout_s=timeout_s, machine=machine()
-        )
+        share = share_on_disk(local.storage, local.root, processes, machine=machine())
     name = f"manager {directory.root}/run"
-    with leading(processes, name, where=directory.root, timeout_s=timeout_s) as led:
+    with leading(processes, name, where=directory.root) as led:
         if processes.index == 0:
             found, durable, away = _learn(local, directory, reach, writes=writes)
             mine = _home(local, directory, found, share, durable, writes=writes)
@@ -126,7 +118,7 @@ def settle(
     found, durable, text, mine = led.value
     if share:
         where = f"the local directory {local.root} cannot be used"
-        with meeting(processes, f"{name}/places", Counter, where=where, timeout_s=timeout_s) as met:
+        with meeting(processes, f"{name}/places", Counter, where=where) as met:
             if processes.index != 0:
                 newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
                 mine = _home(local, directory, found, share, newest, writes=writes)

@@ -23,6 +23,7 @@ from jaxckpt._core.cast import floating
 from jaxckpt._core.check import as_step, check_names, check_type, explained, zstd_level
 from jaxckpt._core.text import nearest, shown
 from jaxckpt._disk.find import read_step
+from jaxckpt._disk.pace import Pace
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.by_hand import ByHand
@@ -165,7 +166,7 @@ class CheckpointManager:
         )
         self.restored_step: int | None = None
         self._item, self._on_progress = item, on_progress
-        self._processes, writes = current(), mode == "w"
+        self._processes, writes = current().within(timeout_s), mode == "w"
         at = partial(Root.at, naming=naming)
         group = Group.together(self._processes)
         self._directory = at(directory, tier=DURABLE, keep=keep, group=group)
@@ -178,13 +179,11 @@ class CheckpointManager:
             if near is not None:
                 arguments |= {"local.save": near.save, "local.keep": near.keep}
                 arguments["local.peers"] = bool(near.peers)
-            check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
+            check_arguments_alike(self._processes, arguments)
         self._tiers, self._roots = None, (self._directory,)
         if near is not None:
-            limits: Any = {"max_bytes_per_s": save.max_write_bytes_per_s, "timeout_s": timeout_s}
-            self._tiers = Tiers.at(
-                near, self._directory, at, self._processes, writes=writes, **limits
-            )
+            pace = Pace(save.max_write_bytes_per_s)
+            self._tiers = Tiers.at(near, self._directory, at, self._processes, pace, writes=writes)
             self._roots = (self._tiers.local, self._directory)
         options = SaveOptions(
             writes=writes,
@@ -194,7 +193,6 @@ class CheckpointManager:
             zstd=zstd,
             incremental=incremental == "auto",
             budget_bytes=budget_bytes,
-            timeout_s=timeout_s,
             on_progress=on_progress,
             on_commit=on_commit,
             notice=notice,
@@ -203,15 +201,12 @@ class CheckpointManager:
         self._resume = Resume(
             roots=self._roots,
             processes=self._processes,
-            timeout_s=timeout_s,
             keep=keep,
             budget_bytes=budget_bytes,
             writes=writes,
             on_damage=self._saver.incremental.clear,
         )
-        self._by_hand = ByHand(
-            root, self._processes, self._roots, self._saver, self._tiers, writes, timeout_s
-        )
+        self._by_hand = ByHand(root, self._processes, self._roots, self._saver, self._tiers, writes)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, **overrides: Any) -> Self:

@@ -47,7 +47,6 @@ class Opening:
         metadata: Mapping[str, Any] | None,
         *,
         saves: Worker[Any] | None,
-        timeout_s: float,
         run: str | None = None,
         spared: int | None = None,
         reach: Reach | None = None,
@@ -76,7 +75,7 @@ class Opening:
         group, where = self._group, self._group.common(root)
         name = f"manager {where}/open"
         try:
-            with group.leading(name, where=where, timeout_s=timeout_s) as led:
+            with group.leading(name, where=where) as led:
                 if group.leads:
                     begin = self._begin if reach is None else partial(self._begin_or_go_on, reach)
                     led.value = {"session": secrets.token_hex(8), **begin(metadata)}

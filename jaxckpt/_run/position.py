@@ -24,7 +24,6 @@ class Position:
     roots: Sequence[Root]  # the nearest first
     processes: Processes
     opened: Opened
-    timeout_s: float
     floor: int | None = field(init=False)  # the newest step known to be committed
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
@@ -39,7 +38,7 @@ class Position:
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
-        return lead(self.processes, name, do, where=where, timeout_s=self.timeout_s)
+        return lead(self.processes, name, do, where=where)
 
     def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""

@@ -141,8 +141,8 @@ class Resume(Candidates):
         others = [self.roots[one.copy.root] for one in same if is_bad(one)]
         if not (self.writes and is_bad(bad) and others):
             return False
-        name, limit_s = f"manager {self._name}/mended", self.timeout_s
-        with leading(self.processes, name, where=self._name, timeout_s=limit_s) as led:
+        name = f"manager {self._name}/mended"
+        with leading(self.processes, name, where=self._name) as led:
             if self.processes.index == 0:
                 led.value = self.roots[bad.copy.root].mend_with(bad.copy.step, others[0])
         return led.value
@@ -176,10 +176,8 @@ class Resume(Candidates):
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
-        name = f"manager {self._name}/restored"
-        where, timeout_s = f"restoring {root.index.path(step)}", self.timeout_s
-        host = socket.gethostname()
-        met = meet(self.processes, name, host, error, timeout_s=timeout_s, mark=mark, where=where)
+        name, where = f"manager {self._name}/restored", f"restoring {root.index.path(step)}"
+        met = meet(self.processes, name, socket.gethostname(), error, mark=mark, where=where)
         if met.problems and not any(met.marks.values()):
             own = None if isinstance(error, ProcessesDisagree) else error
             met.check(own, f"step {step} of {root.index.root} was not restored")
@@ -216,7 +214,6 @@ class Resume(Candidates):
             step=copy.step,
             processes=self.processes,
             budget_bytes=self.budget_bytes,
-            timeout_s=self.timeout_s,
         )
         with closing(disks.scratch):
             problem, error = disks.introduce(), None

@@ -310,8 +310,6 @@ def open_roots(
     saves: Sequence[Worker[Any]],  # what writes to each
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
-    *,
-    timeout_s: float,
 ) -> Opened:
     """Opens the roots of a run for writing.
 
@@ -320,16 +318,15 @@ def open_roots(
     """
     opened = []
     for root in roots[:-1]:
-        here = root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
+        here = root.opening.open(metadata, saves=saves[0])
         if root.group.part is not None:
-            where = roots[-1].index.root
-            here = judge_steps(root, newest_whole, run=where, timeout_s=timeout_s)
+            here = judge_steps(root, newest_whole, run=roots[-1].index.root)
         opened.append(here)
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
-    begin = partial(last.opening.open, metadata, saves=saves[-1], timeout_s=timeout_s)
+    begin = partial(last.opening.open, metadata, saves=saves[-1])
     try:
         opened.append(begin(run=run, spared=newest, reach=reach))
     except BaseException:
@@ -366,9 +363,7 @@ def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> dict[str, An
     return {"newest": next((n for n in whole if most is None or n <= most), None)}
 
 
-def judge_steps(
-    root: Root, judge: Callable[[Disks, Disks], Json], *, run: str, timeout_s: float
-) -> Any:  # JSON
+def judge_steps(root: Root, judge: Callable[[Disks, Disks], Json], *, run: str) -> Any:  # JSON
     """Returns to every process the verdict of process 0 on the steps on all disks.
 
     Args:
@@ -377,7 +372,7 @@ def judge_steps(
         run: Its root, for the name of the meeting: a job may have several runs.
     """
     name, judge_all = f"manager {run}/local steps", partial(_judged, judge)
-    heard = root.group.job.gather(name, _here(root), judge_all, timeout_s=timeout_s)
+    heard = root.group.job.gather(name, _here(root), judge_all)
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     return heard["verdict"]

@@ -53,7 +53,6 @@ class SaveOptions:
     zstd: int | None  # the level at which each step is compressed
     incremental: bool  # whether steps refer to earlier steps
     budget_bytes: int
-    timeout_s: float
     on_progress: OnProgress | None
     on_commit: Callable[[Timing], None] | None
     notice: Notice | None
@@ -86,7 +85,7 @@ class Saver:
         self._is_durable = True  # whether the step of the decision goes to the directory
         self._options, self._tiers, self._processes = options, tiers, processes
         self._roots, self._root = roots, roots[0]  # where steps are saved
-        self._index, limit_s = self._root.index, options.timeout_s
+        self._index, limit_s = self._root.index, processes.timeout_s
         self._closing = ExitStack()  # given back after the last save
         self.incremental = Incremental(self._root, wanted=options.incremental)
         self._pace = Pace(options.policy.max_write_bytes_per_s)  # of saves to the directory
@@ -104,11 +103,7 @@ class Saver:
         self._closing.callback(self.incremental.end)
         saves = [self.worker] if tiers is None else [self.worker, tiers.uploader.worker]
         about = options.run_metadata, tiers and tiers.settled
-        opened = (
-            open_roots(roots, saves, *about, timeout_s=limit_s)
-            if options.writes
-            else look_at(roots)
-        )
+        opened = open_roots(roots, saves, *about) if options.writes else look_at(roots)
         if opened.newest is None:
             self.ledger.note(began=0)
         self.session = opened.session
@@ -120,8 +115,8 @@ class Saver:
             is_new=opened.newest is None,
         )
         local = [replace(schedule, policy=tiers.save)] if tiers and tiers.save else []
-        self.due = DueSteps([schedule, *local], processes, opened.session, limit_s)
-        self.position = Position(roots, processes, opened, limit_s)
+        self.due = DueSteps([schedule, *local], processes, opened.session)
+        self.position = Position(roots, processes, opened)
         self._left = opened.local_only  # the step to upload once the run is ours
         if opened.owned:
             self._upload_left()
@@ -305,7 +300,6 @@ class Saver:
             overwrite=known is None or step in index.astray,  # of an earlier life
             life=life,
             replicas=given.replicas,
-            timeout_s=self._options.timeout_s,
             **options,
         )
 
@@ -429,14 +423,13 @@ class Saver:
         self.ledger.add(saves=1, saving_s=timing.seconds)
         self.ledger.note(saved=step)
         self.due.record(save_s=timing.seconds, mtbf_s=learned_mtbf_s(self.ledger.starts))
-        where, timeout_s = self._index.root, self._options.timeout_s
         if request.replicas is not None:
             self.comparisons.end(step, request.replicas)
         marked = () if request.replicas is None else request.replicas.marked
         facts = {"metrics": dict(saving.metrics), "differences": marked}
         info = StepInfo(step=step, saved_s=time.time(), **facts)
         name = f"{request.name}/kept"
-        with leading(self._processes, name, where=where, timeout_s=timeout_s) as led:
+        with leading(self._processes, name, where=self._index.root) as led:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload)

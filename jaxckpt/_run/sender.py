@@ -63,13 +63,10 @@ class Sender:
         roots: Sequence[Root],  # where the steps are, and where they go
         processes: Processes,
         pace: Pace,
-        *,
-        timeout_s: float,
     ) -> None:
         self.source, self.target = roots
         self.processes = processes
         self.pace = pace
-        self.timeout_s = timeout_s
         shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
         self._bytes_per_s: float | None = None  # of the last upload
@@ -167,7 +164,7 @@ class Sender:
             pace=self.pace,
             trusted=self._trusted,
             parts=one.parts,
-            wait_s=self.timeout_s,
+            wait_s=self.processes.timeout_s,
         )
 
     def open_target(self, step: Callable[[], Saved], *, waits: bool = False) -> None:
@@ -191,7 +188,7 @@ class Sender:
                 "this one could not reach the directory. Nothing was written there. Stop this job; "
                 f"its steps are in {source.root}."
             )
-        target.opening.open_late(self.timeout_s)
+        target.opening.open_late(self.processes.timeout_s)
         if waits and not owner.token:
             busy = f"{target.index.root} belongs to a running job: {owner.who()}"
             raise StoreError(busy, code=errno.EBUSY)

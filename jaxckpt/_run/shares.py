@@ -55,9 +55,7 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def share_on_disk(
-    storage: Storage, root: str, processes: Processes, *, timeout_s: float, machine: str
-) -> str:
+def share_on_disk(storage: Storage, root: str, processes: Processes, *, machine: str) -> str:
     """Returns the name of this process's share of a local directory.
 
     It is "" if all processes see the same directory: then they save there together. Its file is the
@@ -67,7 +65,7 @@ def share_on_disk(
         machine: See `machine`.
     """
     where = f"the local directory {root} cannot be used"
-    with meeting(processes, f"local {names.DISK}", _ranks, where=where, timeout_s=timeout_s) as met:
+    with meeting(processes, f"local {names.DISK}", _ranks, where=where) as met:
         storage.make_dir(root)
         file = f"{root}/{names.DISK}"
         if storage.kind(file) is None:  # there may be no room for it

@@ -42,7 +42,6 @@ class Tiers:
     sender: Sender
     uploader: Uploader
     settled: Local
-    timeout_s: float
 
     @classmethod
     def at(
@@ -51,17 +50,16 @@ class Tiers:
         directory: Root,
         root_at: Callable[..., Root],  # takes a path
         processes: Processes,
+        pace: Pace,
         *,
         writes: bool,
-        max_bytes_per_s: float | None,
-        timeout_s: float,
     ) -> Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
         at = partial(root_at, tier=LOCAL, keep=tier.keep)
         base, behind = at(tier.directory, group=directory.group).index, directory.index
         _check_apart(base, behind.root)
         mates, reach = processes if writes else Single(), directory.reach
-        settled = settle(base, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
+        settled = settle(base, behind, mates, writes=writes, reach=reach)
         group = Group.apart(processes) if settled.share else directory.group
         local = at(PathIn(base.storage, settled.root), group=group)
         local.index.astray.update(settled.astray)
@@ -69,9 +67,8 @@ class Tiers:
             local.peers = _peers_of(tier, local, settled)
         for problem in settled.problems:
             local.index.report(problem)
-        pace, limit_s = Pace(max_bytes_per_s), tier.durable_timeout_s
-        sender = Sender((local, directory), processes, pace, timeout_s=limit_s)
-        return cls(tier.save, local, directory, sender, Uploader(sender), settled, timeout_s)
+        sender = Sender((local, directory), processes.within(tier.durable_timeout_s), pace)
+        return cls(tier.save, local, directory, sender, Uploader(sender), settled)
 
     def fence(self, step: int, life: Callable[[], Life]) -> None:
         """Checks that a step may be committed in the directory itself; see `Ownership.fence`."""
@@ -92,11 +89,12 @@ class Tiers:
             raise_first(uploads.take_errors(waited_for))
             return decided
 
-        limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
-        name = f"uploads {where}"
+        processes, name = self.sender.processes, f"uploads {where}"
+        if timeout_s is not None:
+            processes = processes.within(timeout_s)
         # If process 0 called this alone, the next calls of the others would get its answer.
-        self.sender.processes.gather(name, None, len, timeout_s=limit_s)
-        decided = lead(self.sender.processes, name, wait, where=where, timeout_s=limit_s + 60)
+        processes.gather(name, None, len)
+        decided = lead(processes.within(processes.timeout_s + 60), name, wait, where=where)
         self.follow_decided(decided)
 
     def choose_root(self, size_bytes: int, name: str, floor: int | None) -> Root:
@@ -108,7 +106,7 @@ class Tiers:
             floor: The newest step that all processes are known to have committed.
         """
         group, where = self.local.group, self.local.index.root
-        with group.leading(f"{name}/place", any, where=where, timeout_s=self.timeout_s) as led:
+        with group.leading(f"{name}/place", any, where=where) as led:
             if group.leads:
                 led.value = self._is_full(size_bytes * group.mates.count, floor)
         return self.directory if led.value else self.local

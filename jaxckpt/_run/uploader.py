@@ -40,7 +40,6 @@ class Uploader:
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
-        self.timeout_s = sender.timeout_s
         self._processes, self._leads = sender.processes, sender.processes.index == 0
         # Those that have parts of a step, of which process 0 decides when they are sent.
         self._senders: Processes = sender.source.group.leaders
@@ -53,7 +52,7 @@ class Uploader:
         self.worker = Worker[Upload](
             name=f"jaxckpt-upload {self._root}",
             where=self._root,
-            timeout_s=self.timeout_s,
+            timeout_s=self._processes.timeout_s,
             pick=self._pick,
             stopping=self._stop,
             late=lambda when: self._left(self.steps(), when),
@@ -152,7 +151,8 @@ class Uploader:
             Any error of the upload.
         """
         self.worker.refuse_own_thread()
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        processes = self._processes
+        limit_s = processes.timeout_s if timeout_s is None else timeout_s
 
         def wait() -> None:
             with self.worker.lock:
@@ -167,8 +167,8 @@ class Uploader:
             if one.error is not None:
                 raise one.error
 
-        name, end_s = f"upload {one.path}", limit_s + self.timeout_s
-        lead(self._processes, name, wait, where=one.path, timeout_s=end_s)
+        processes = processes.within(limit_s + processes.timeout_s)
+        lead(processes, f"upload {one.path}", wait, where=one.path)
 
     def _left(self, steps: Sequence[int], when: str = "") -> str:
         """Returns which steps are not uploaded, and what to do about it."""
@@ -186,8 +186,8 @@ class Uploader:
             if left := [n for n in self._given_up if newest is None or n > newest]:
                 self._report(self._left(left))
 
-        where, limit_s = self._root, self.timeout_s + _LONGEST_PAUSE_S
-        lead(self._senders, f"uploads {where}/end", wait, where=where, timeout_s=limit_s)
+        senders = self._senders.within(self._processes.timeout_s + _LONGEST_PAUSE_S)
+        lead(senders, f"uploads {self._root}/end", wait, where=self._root)
 
     # --- in the thread ---------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Uploader:
     def _again_or_end(self, one: Upload, error: BaseException) -> object:
         waited_s = time.monotonic() - one.since_s
         gave_way = isinstance(error, GaveWay)
-        if not (gave_way or may_pass(error)) or waited_s > self.timeout_s:
+        if not (gave_way or may_pass(error)) or waited_s > self._processes.timeout_s:
             return self._end(one, error)
         self.sender.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         longer_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)

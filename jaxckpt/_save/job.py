@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # which needs jax
 
 _logger = logging.getLogger("jaxckpt")
 
-DEFAULT_TIMEOUT_S: Final = 1200.0
+_LONGEST_TURN_S: Final = 1200.0  # of an earlier save to the same path
 _MAX_PART_BYTES: Final = 1 << 30
 _HINT: Final = "All processes must save the same tree of global arrays to the same path."
 _SKIPS: Final = "skips"  # marks a process that skips this save because an earlier one failed
@@ -74,7 +74,6 @@ class SaveRequest:
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
     problem: Exception | None = None  # if set, this process reports it and does not save
     skips: bool = False  # whether `problem` is the error of an earlier save
-    timeout_s: float = DEFAULT_TIMEOUT_S
     started_ns: int = field(default_factory=time.time_ns)
 
     @property
@@ -178,7 +177,7 @@ class SaveJob:
         request, self._thread = self.request, threading.current_thread()
         try:
             self.queue()
-            if not all(earlier._left.wait(DEFAULT_TIMEOUT_S) for earlier in self._before):
+            if not all(earlier._left.wait(_LONGEST_TURN_S) for earlier in self._before):
                 warn(request.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield
@@ -266,23 +265,14 @@ class SaveJob:
 
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
-        met = meet(
-            request.processes,
-            name,
-            report,
-            self._problem,
-            judge,
-            timeout_s=request.timeout_s,
-            mark=mark,
-            where=f"saving {request.path}",
-        )
+        where = f"saving {request.path}"
+        met = meet(request.processes, name, report, self._problem, judge, mark=mark, where=where)
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{request.path} was not saved", _HINT)
         raise_if_any(met.verdict, f"{request.path} was not saved", _HINT)
         self._meter.slowest = met.verdict["slowest"]
         if request.replicas is not None:
-            name = f"{request.name}/replicas"
-            request.replicas.settle(met.verdict["replicas"], name, timeout_s=request.timeout_s)
+            request.replicas.settle(met.verdict["replicas"], f"{request.name}/replicas")
         return written
 
 
@@ -303,7 +293,7 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
     name, where = f"{request.name}/{what}", f"{request.path} was not saved"
-    return request.group.leading(name, where=where, timeout_s=request.timeout_s)
+    return request.group.leading(name, where=where)
 
 
 def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:

@@ -162,7 +162,7 @@ class Replicas:
                 asked[name] = [most[0], *chain.from_iterable(others)][:_MOST_ASKED]
         return {"problems": problems[:_MOST_NAMED], "asked": asked, "all": None not in told}
 
-    def settle(self, judged: Any, name: str, *, timeout_s: float) -> None:  # judged: JSON
+    def settle(self, judged: Any, name: str) -> None:  # judged: JSON
         """Sets the differences; the processes meet again if any have to tell more.
 
         Args:
@@ -176,7 +176,7 @@ class Replicas:
                 for one, who in asked.items()
                 if self._processes.index in who
             }
-            found += self._processes.gather(name, mine, _between, timeout_s=timeout_s)
+            found += self._processes.gather(name, mine, _between)
         self._end(found, is_final=judged["all"])
 
     def _end(self, found: Sequence[str], *, is_final: bool) -> None:

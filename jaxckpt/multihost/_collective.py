@@ -58,9 +58,7 @@ class Lead:
 
 
 @contextlib.contextmanager
-def leading(
-    processes: Processes, name: str, *, where: str, timeout_s: float, meets: bool = False
-) -> Iterator[Lead]:
+def leading(processes: Processes, name: str, *, where: str, meets: bool = False) -> Iterator[Lead]:
     """Lets process 0 act inside the `with`; then every process has its value or raises.
 
     Args:
@@ -81,7 +79,7 @@ def leading(
     if processes.count > 1:
         agree = partial(processes.gather, judge=itemgetter(0)) if meets else processes.agree
         report = {"problem": text_of(problem), "value": led.value}
-        heard: Any = agree(name, report, timeout_s=timeout_s)
+        heard: Any = agree(name, report)
         if problem is not None:
             raise problem
         if heard["problem"] is not None:
@@ -89,11 +87,9 @@ def leading(
         led.value = heard["value"]
 
 
-def lead(
-    processes: Processes, name: str, do: Callable[[], Json], *, where: str, timeout_s: float
-) -> Any:  # JSON
+def lead(processes: Processes, name: str, do: Callable[[], Json], *, where: str) -> Any:  # JSON
     """Calls `do` in process 0; returns its result or raises its error in every process."""
-    with leading(processes, name, where=where, timeout_s=timeout_s) as led:
+    with leading(processes, name, where=where) as led:
         if processes.index == 0:
             led.value = do()
     return led.value
@@ -106,7 +102,6 @@ def meet(
     problem: BaseException | None,
     judge: Callable[[list[Any]], Json] = lambda values: None,
     *,
-    timeout_s: float,
     mark: str = "",
     where: str = "",
 ) -> Meeting:
@@ -131,7 +126,7 @@ def meet(
 
     report = {"problem": text_of(problem), "mark": mark, "value": value}
     if processes.count > 1:
-        heard = processes.gather(name, report, judge_all, timeout_s=timeout_s, where=where)
+        heard = processes.gather(name, report, judge_all, where=where)
     else:
         heard: Any = judge_all([report])
     told = heard["told"]
@@ -146,12 +141,7 @@ def meet(
 
 @contextlib.contextmanager
 def meeting(
-    processes: Processes,
-    name: str,
-    judge: Callable[[list[Any]], Json] | None = None,
-    *,
-    where: str,
-    timeout_s: float,
+    processes: Processes, name: str, judge: Callable[[list[Any]], Json] | None = None, *, where: str
 ) -> Iterator[Lead]:
     """Lets every process act inside the `with`; then all have the verdict of the values, or raise.
 
@@ -165,15 +155,12 @@ def meeting(
     except Exception as error:  # reported to the others, then raised
         problem = error
     value = None if judge is None else led.value
-    limits: Any = {"timeout_s": timeout_s, "where": where}
-    met = meet(processes, name, value, problem, judge or len, **limits)
+    met = meet(processes, name, value, problem, judge or len, where=where)
     met.check(problem, where)
     led.value = led.value if judge is None else met.verdict
 
 
-def check_alike(
-    processes: Processes, name: str, fields: Mapping[str, Json], *, timeout_s: float, hint: str
-) -> None:
+def check_alike(processes: Processes, name: str, fields: Mapping[str, Json], *, hint: str) -> None:
     """Raises in every process unless all give the same fields.
 
     Raises:
@@ -189,7 +176,7 @@ def check_alike(
                 problems[i] = "; ".join(texts)
         return first_of(problems)
 
-    raise_if_any(processes.gather(name, fields, judge, timeout_s=timeout_s), name, hint)
+    raise_if_any(processes.gather(name, fields, judge), name, hint)
 
 
 def first_of(problems: Mapping[int, str]) -> dict[str, Any]:  # JSON

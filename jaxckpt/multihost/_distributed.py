@@ -27,12 +27,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, cast
 from urllib.parse import quote
 
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
-from jaxckpt.multihost._protocol import Device, Json, decode, encode
+from jaxckpt.multihost._protocol import DEFAULT_TIMEOUT_S, Device, Json, decode, encode
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -69,7 +69,6 @@ class _Round:
 
     key: str
     where: str  # the subject, for messages
-    timeout_s: float
     deadline_s: float  # of the monotonic clock
     warns_s: float  # when this process logs who is missing; infinite once it has
 
@@ -78,40 +77,42 @@ class _Round:
         return self.deadline_s - time.monotonic()
 
 
-@final
+@dataclass(frozen=True)
 class Distributed:
     """`Processes` over a key-value service. One per process and job; threads may share it."""
 
-    def __init__(
-        self, *, index: int, count: int, service: KeyValues, warn_after_s: float = _WARN_AFTER_S
-    ) -> None:
-        """Makes process `index`, which logs a warning when a gather takes `warn_after_s`."""
-        self.index = index
-        self.count = count
-        self._service = service
-        self._warn_after_s = warn_after_s
-        self._lock = threading.Lock()  # guards the three below
-        self._uses: Counter[str] = Counter()  # about 100 bytes for each name ever used
-        self._read: list[str] = []  # rounds whose outcome was read here, not yet reported
-        self._readers: Counter[str] = Counter()  # process 0: how many have read a round
+    index: int
+    count: int
+    service: KeyValues
+    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, compare=False)
+    warn_after_s: float = _WARN_AFTER_S  # when a gather logs who is missing
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the three below
+    # About 100 bytes for each name ever used.
+    _uses: Counter[str] = field(default_factory=Counter[str], compare=False)
+    # Rounds whose outcome was read here, not yet reported.
+    _read: list[str] = field(default_factory=list[str], compare=False)
+    # In process 0: how many have read a round.
+    _readers: Counter[str] = field(default_factory=Counter[str], compare=False)
 
-    def process_of(self, device: Device) -> int:
+    def within(self, timeout_s: float) -> Self:
+        return replace(self, timeout_s=timeout_s)  # with the same lock and what it guards
+
+    @property
+    def _last_words_s(self) -> float:
+        return min(self.timeout_s, _LAST_WORDS_S)
+
+    @staticmethod  # always the same function, for the caches of placements
+    def process_of(device: Device) -> int:
         return device.process_index
 
     def gather(
-        self,
-        name: str,
-        value: Json,
-        judge: Callable[[list[Any]], Json] = list,
-        *,
-        timeout_s: float,
-        where: str = "",
+        self, name: str, value: Json, judge: Callable[[list[Any]], Json] = list, *, where: str = ""
     ) -> Any:  # JSON
         encoded = encode(value)
         while True:
-            round_ = self._round("gather", name, timeout_s, where)
+            round_ = self._round("gather", name, where)
             mine = _pack(self._take_read(), encoded)
-            self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
+            self.service.put(_from(round_.key, self.index), mine, timeout_s=self.timeout_s)
             if self.index == 0:
                 outcome = self._decide(round_, mine, judge)
             else:
@@ -119,23 +120,23 @@ class Distributed:
             if not self._is_over(round_, outcome):
                 return self._conclude(round_, outcome)
 
-    def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
+    def agree(self, name: str, value: Json) -> Json:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
-        round_ = self._round("agree", name, timeout_s)
+        round_ = self._round("agree", name)
         if self.index == 0:
-            outcome = self._publish(round_, _pack([], encoded), timeout_s)
+            outcome = self._publish(round_, _pack([], encoded), self.timeout_s)
         else:
             # Without a warning: process 0 may be at work, such as on a large deletion.
             outcome = self._await_outcome(round_)
             if outcome is None:
-                outcome = self._publish(round_, _pack([0], b"null"), _last_words_s(timeout_s))
+                outcome = self._publish(round_, _pack([0], b"null"), self._last_words_s)
         return self._conclude(round_, outcome)
 
     def missing(self, name: str) -> list[int]:
         key = _key("gather", name)
         with self._lock:
             round_ = f"{key}/{self._uses[key]}"
-        return self._lacking(self._arrived(round_, _LAST_WORDS_S))
+        return self._lacking(self._arrived(round_))
 
     def _is_over(self, round_: _Round, outcome: bytes) -> bool:
         """Returns whether the others gave this round up, and have begun the next of its name.
@@ -148,12 +149,12 @@ class Distributed:
             return False
         key, _, number = round_.key.rpartition("/")
         next_ = _from(f"{key}/{int(number) + 1}", others[0])
-        is_over = self._service.wait(next_, timeout_s=_last_words_s(round_.timeout_s)) is not None
+        is_over = self.service.wait(next_, timeout_s=self._last_words_s) is not None
         with self._lock:
-            self._read += [round_.key] if is_over else []
+            self._read.extend([round_.key] if is_over else [])
         return is_over
 
-    def _round(self, kind: str, name: str, timeout_s: float, where: str = "") -> _Round:
+    def _round(self, kind: str, name: str, where: str = "") -> _Round:
         """Begins a round with a unique key: its name and the number of its uses."""
         key, now_s = _key(kind, name), time.monotonic()
         with self._lock:
@@ -162,9 +163,8 @@ class Distributed:
         return _Round(
             key=key,
             where=where or name,
-            timeout_s=timeout_s,
-            deadline_s=now_s + timeout_s,
-            warns_s=math.inf if kind == "agree" else now_s + self._warn_after_s,
+            deadline_s=now_s + self.timeout_s,
+            warns_s=math.inf if kind == "agree" else now_s + self.warn_after_s,
         )
 
     def _decide(self, round_: _Round, mine: bytes, judge: Callable[[list[Any]], Json]) -> bytes:
@@ -176,9 +176,9 @@ class Distributed:
             verdict = encode(None if missing else judge([decode(value) for _, value in told]))
         except BaseException as error:  # the others hear of it now, not after their time limit
             why = encode(f"{type(error).__name__}: {error}")
-            self._publish(round_, _pack([0], why), _last_words_s(round_.timeout_s))
+            self._publish(round_, _pack([0], why), self._last_words_s)
             raise
-        patience_s = max(round_.left_s, _last_words_s(round_.timeout_s))
+        patience_s = max(round_.left_s, self._last_words_s)
         outcome = self._publish(round_, _pack(missing, verdict), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
         return outcome
@@ -190,10 +190,10 @@ class Distributed:
             for index in missing[:at_once]:
                 value = self._wait(round_, _from(round_.key, index))
                 if value is None:
-                    return found | self._arrived(round_.key, round_.timeout_s)
+                    return found | self._arrived(round_.key)
                 found[index] = value
             if len(missing) > at_once:  # others may have come meanwhile
-                found |= self._arrived(round_.key, round_.timeout_s)
+                found |= self._arrived(round_.key)
             at_once *= 2
         return found
 
@@ -206,32 +206,32 @@ class Distributed:
         """Waits for a value until the deadline; logs once who is missing if that takes long."""
         if round_.warns_s < round_.deadline_s:
             left_s = round_.warns_s - time.monotonic()
-            if (value := self._service.wait(key, timeout_s=left_s)) is not None:
+            if (value := self.service.wait(key, timeout_s=left_s)) is not None:
                 return value
             self._warn(round_)
-        return self._service.wait(key, timeout_s=round_.left_s)
+        return self.service.wait(key, timeout_s=round_.left_s)
 
     def _warn(self, round_: _Round) -> None:
         """Logs who is missing, in process 0, or in the others if that is process 0."""
         round_.warns_s = math.inf
         missing = [0]
         if self.index == 0:
-            missing = self._lacking(self._arrived(round_.key, round_.timeout_s))
-        elif self._service.wait(_from(round_.key, 0), timeout_s=0.0) is not None:
+            missing = self._lacking(self._arrived(round_.key))
+        elif self.service.wait(_from(round_.key, 0), timeout_s=0.0) is not None:
             return
         text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
-        facts = round_.where, self.index, self.count, self._warn_after_s, _these(missing), _CALL
+        facts = round_.where, self.index, self.count, self.warn_after_s, _these(missing), _CALL
         _logger.warning(text, *facts)
 
     def _give_up(self, round_: _Round) -> bytes:
         """Ends a round that process 0 did not end in time."""
-        found = self._arrived(round_.key, round_.timeout_s)
+        found = self._arrived(round_.key)
         # If all have arrived, process 0 has not answered.
         missing = self._lacking(found) or [0]
-        return self._publish(round_, _pack(missing, b"null"), _last_words_s(round_.timeout_s))
+        return self._publish(round_, _pack(missing, b"null"), self._last_words_s)
 
-    def _arrived(self, key: str, timeout_s: float) -> dict[int, bytes]:
-        found = self._service.under(f"{key}/from", timeout_s=_last_words_s(timeout_s))
+    def _arrived(self, key: str) -> dict[int, bytes]:
+        found = self.service.under(f"{key}/from", timeout_s=self._last_words_s)
         return {int(name.rpartition("/")[2]): value for name, value in found.items()}
 
     def _lacking(self, found: Mapping[int, bytes]) -> list[int]:
@@ -240,9 +240,9 @@ class Distributed:
     def _publish(self, round_: _Round, outcome: bytes, timeout_s: float) -> bytes:
         """Puts the outcome unless one exists; returns the valid outcome."""
         key = f"{round_.key}/outcome"
-        if self._service.put(key, outcome, timeout_s=timeout_s):
+        if self.service.put(key, outcome, timeout_s=timeout_s):
             return outcome
-        return self._service.wait(key, timeout_s=timeout_s) or outcome
+        return self.service.wait(key, timeout_s=timeout_s) or outcome
 
     def _conclude(self, round_: _Round, outcome: bytes) -> Json:
         with self._lock:
@@ -251,12 +251,24 @@ class Distributed:
         if missing and (why := decode(value)) is not None:
             raise ProcessesDisagree(f"{round_.where}: process 0 failed: {why}", {0: str(why)})
         if missing:
-            raise _timed_out(round_, cast("list[int]", missing), self.index, self.count)
+            raise self._timed_out(round_, cast("list[int]", missing))
         return decode(value)
+
+    def _timed_out(self, round_: _Round, missing: Sequence[int]) -> CheckpointTimeout:
+        what = f"timed out after {self.timeout_s:g} s, missing {_these(missing)}"
+        if self.index in missing:
+            what = "arrived after the others had timed out"
+        return CheckpointTimeout(
+            f"{round_.where}: process {self.index} of {self.count} {what}\n"
+            f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only "
+            "slow, raise timeout_s.",
+            missing=missing,
+        )
 
     def _take_read(self) -> list[str]:
         with self._lock:
-            read, self._read = self._read, []
+            read = [*self._read]
+            self._read.clear()  # with any limit, it is the same list
             return read
 
     def _forget(self, read: Iterable[str], timeout_s: float) -> None:
@@ -267,7 +279,7 @@ class Distributed:
             for round_ in done:
                 del self._readers[round_]
         for round_ in done:
-            self._service.delete(round_, timeout_s=timeout_s)
+            self.service.delete(round_, timeout_s=timeout_s)
 
 
 def _key(kind: str, name: str) -> str:
@@ -277,10 +289,6 @@ def _key(kind: str, name: str) -> str:
 
 def _from(round_: str, index: int) -> str:
     return f"{round_}/from/{index}"
-
-
-def _last_words_s(timeout_s: float) -> float:
-    return min(timeout_s, _LAST_WORDS_S)
 
 
 def _pack(head: Sequence[str | int], body: bytes) -> bytes:
@@ -296,15 +304,3 @@ def _unpack(data: bytes) -> tuple[Json, bytes]:
 def _these(missing: Sequence[int]) -> str:
     who = "process" if len(missing) == 1 else f"{len(missing)} processes:"
     return f"{who} {', '.join(map(str, missing[:20]))}" + (", ..." if len(missing) > 20 else "")
-
-
-def _timed_out(round_: _Round, missing: Sequence[int], index: int, count: int) -> CheckpointTimeout:
-    what = f"timed out after {round_.timeout_s:g} s, missing {_these(missing)}"
-    if index in missing:
-        what = "arrived after the others had timed out"
-    return CheckpointTimeout(
-        f"{round_.where}: process {index} of {count} {what}\n"
-        f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only slow, "
-        "raise timeout_s.",
-        missing=missing,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
@@ -63,7 +63,7 @@ class Group:
         return path if self.part is None else f"the disks of {self.leaders.count} processes"
 
     def leading(
-        self, name: str, judge: Judge | None = None, *, where: str, timeout_s: float
+        self, name: str, judge: Judge | None = None, *, where: str
     ) -> AbstractContextManager[Lead]:
         """Lets leaders act inside the `with`; then all processes of the job return, or all raise.
 
@@ -72,16 +72,13 @@ class Group:
                 the value of its own leader.
             name, where: As in the function `leading`.
         """
-        limits: Any = {"where": where, "timeout_s": timeout_s}
         if self.part is not None:
-            return meeting(self.leaders, name, judge, **limits)
-        return _one_leads(self.mates, name, judge, limits)
+            return meeting(self.leaders, name, judge, where=where)
+        return _one_leads(self.mates, name, judge, where)
 
 
 @contextlib.contextmanager
-def _one_leads(
-    mates: Processes, name: str, judge: Judge | None, limits: Mapping[str, Any]
-) -> Iterator[Lead]:
-    with leading(mates, name, **limits) as led:
+def _one_leads(mates: Processes, name: str, judge: Judge | None, where: str) -> Iterator[Lead]:
+    with leading(mates, name, where=where) as led:
         yield led
     led.value = led.value if judge is None else judge([led.value])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+DEFAULT_TIMEOUT_S: Final = 1200.0
 
 
 class Device(Protocol):
@@ -42,18 +44,21 @@ class Processes(Protocol):
         """Returns the number of processes, as in `jax.process_count()`."""
         ...
 
+    @property
+    def timeout_s(self) -> float:
+        """The limit of each round."""
+        ...
+
+    def within(self, timeout_s: float) -> Processes:
+        """Returns the same processes with another limit of each round."""
+        ...
+
     def process_of(self, device: Device) -> int:
         """Returns the process that drives `device`."""
         ...
 
     def gather(
-        self,
-        name: str,
-        value: Json,
-        judge: Callable[[list[Any]], Json] = list,
-        *,
-        timeout_s: float,
-        where: str = "",
+        self, name: str, value: Json, judge: Callable[[list[Any]], Json] = list, *, where: str = ""
     ) -> Any:  # JSON
         """Returns to every process what process 0 makes of all values.
 
@@ -66,7 +71,7 @@ class Processes(Protocol):
         """
         ...
 
-    def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
+    def agree(self, name: str, value: Json) -> Json:
         """Returns the value of process 0 to every process; process 0 does not wait."""
         ...
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, final
 
 from jaxckpt.multihost import Device, Distributed, Json, playing
@@ -57,33 +58,19 @@ class MemoryService:
 
 
 @final
-class SimulatedProcesses:
+@dataclass(frozen=True)
+class SimulatedProcesses(Distributed):
     """`Processes` of one thread of `simulate`; threads that it starts may use it too.
 
     Attributes:
         service: The service shared by all simulated processes.
     """
 
-    def __init__(
-        self,
-        index: int,
-        count: int,
-        service: MemoryService,
-        *,
-        dies_after: int | None = None,
-        warn_after_s: float = 60.0,
-    ) -> None:
-        """Makes process `index`, which dies after `dies_after` rounds."""
-        self.index = index
-        self.count = count
-        self.service = service
-        self._rounds = Distributed(
-            index=index, count=count, service=service, warn_after_s=warn_after_s
-        )
-        self._lock = threading.Lock()  # guards _left
-        self._left = dies_after
+    service: MemoryService
+    # After how many rounds it dies, if ever; the same list with any limit.
+    _left: list[int | None] = field(default_factory=lambda: [None], compare=False)
 
-    def process_of(self, device: Device) -> int:
+    def process_of(self, device: Device) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the process that drives `device`: devices in order, in `count` equal parts."""
         import jax
 
@@ -92,39 +79,30 @@ class SimulatedProcesses:
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Waits until every process arrives."""
-        self.gather(name, None, timeout_s=timeout_s)
+        self.within(timeout_s).gather(name, None)
 
     def gather(
-        self,
-        name: str,
-        value: Json,
-        judge: Callable[[list[Any]], Json] = list,
-        *,
-        timeout_s: float,
-        where: str = "",
+        self, name: str, value: Json, judge: Callable[[list[Any]], Json] = list, *, where: str = ""
     ) -> Any:  # JSON
         self._arrive()
-        return self._rounds.gather(name, value, judge, timeout_s=timeout_s, where=where)
+        return super().gather(name, value, judge, where=where)
 
-    def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
+    def agree(self, name: str, value: Json) -> Json:
         self._arrive()
-        return self._rounds.agree(name, value, timeout_s=timeout_s)
-
-    def missing(self, name: str) -> list[int]:
-        return self._rounds.missing(name)
+        return super().agree(name, value)
 
     def die(self) -> NoReturn:
         """Kills this process; it takes part in no further round."""
         with self._lock:
-            self._left = 0
+            self._left[0] = 0
         raise ProcessKilled(f"process {self.index}")
 
     def _arrive(self) -> None:
         with self._lock:
-            if self._left == 0:
+            if self._left[0] == 0:
                 raise ProcessKilled(f"process {self.index}")
-            if self._left is not None:
-                self._left -= 1
+            if self._left[0] is not None:
+                self._left[0] -= 1
 
 
 def simulate(
@@ -153,7 +131,7 @@ def simulate(
         TimeoutError: some threads did not end. The message has their stacks.
 
     Example:
-        >>> simulate(3, lambda processes: processes.gather("who", processes.index, timeout_s=30))
+        >>> simulate(3, lambda processes: processes.within(30).gather("who", processes.index))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     service = MemoryService()
@@ -171,13 +149,8 @@ def simulate(
 
     threads = []
     for index in range(count):
-        processes = SimulatedProcesses(
-            index,
-            count,
-            service,
-            dies_after=(kill or {}).get(index),
-            warn_after_s=warn_after_s,
-        )
+        left = [(kill or {}).get(index)]
+        processes = SimulatedProcesses(index, count, service, warn_after_s=warn_after_s, _left=left)
         name = f"jaxckpt-process-{index}"
         threads.append(threading.Thread(target=run, args=(processes,), name=name, daemon=True))
     for thread in threads:

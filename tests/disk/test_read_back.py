@@ -307,7 +307,7 @@ def test_several_processes(ram_path, mesh):
             for step in range(1, 24):
                 manager.save(step, state(step)).result()
                 manager.wait_until_finished()
-                processes.gather(f"checked {step}", None, timeout_s=60)
+                processes.within(60).gather(f"checked {step}", None)
                 if processes.index == 0:
                     found.append(bad_steps(ram_path))
                     if step in (2, 3):
@@ -318,7 +318,7 @@ def test_several_processes(ram_path, mesh):
                         first = large[-step]
                         flip(first)
                         files.append(first)
-                processes.gather(f"flipped {step}", None, timeout_s=60)
+                processes.within(60).gather(f"flipped {step}", None)
             return found, manager.problems
 
     results = simulate(4, run)

@@ -127,9 +127,9 @@ def come_late(me, root, late, where, deadline_s):
         manager = jaxckpt.CheckpointManager(root, timeout_s=deadline_s)
         save(manager, me, 1)
     meetings = {
-        "barrier": lambda: processes.gather("same", None, timeout_s=deadline_s),
-        "gather": lambda: processes.gather("same", me.index, timeout_s=deadline_s),
-        "agree": lambda: processes.agree("same", me.index, timeout_s=deadline_s),
+        "barrier": lambda: processes.within(deadline_s).gather("same", None),
+        "gather": lambda: processes.within(deadline_s).gather("same", me.index),
+        "agree": lambda: processes.within(deadline_s).agree("same", me.index),
         "open": lambda: jaxckpt.CheckpointManager(root, timeout_s=deadline_s).close(),
         "save": lambda: save(manager, me, 2),
     }
@@ -149,9 +149,9 @@ def meet_often(me, rounds):
 
     found = []
     for n in range(rounds):
-        current().gather("again", None, timeout_s=20)
-        found.append(current().gather("again", [n, me.index], timeout_s=20))
-        found.append(current().agree("again", [n, me.index], timeout_s=20))
+        current().within(20).gather("again", None)
+        found.append(current().within(20).gather("again", [n, me.index]))
+        found.append(current().within(20).agree("again", [n, me.index]))
     return found
 
 

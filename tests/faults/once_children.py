@@ -63,15 +63,15 @@ def at_rounds(reach):
     """Calls `reach` before and after each gather of this process, with its number of this name."""
     from jaxckpt.multihost import current
 
-    processes, uses = current(), Counter()
+    processes, uses = type(current()), Counter()  # with any limit
     gather = processes.gather
 
-    def gathering(name, *args, **kwargs):
+    def gathering(self, name, *args, **kwargs):
         kind = name.rpartition(" ")[0] if name.startswith("restore") else name
         uses[kind] += 1
         where = f"{kind} {uses[kind]}"
         reach(f"before {where}")
-        found = gather(name, *args, **kwargs)
+        found = gather(self, name, *args, **kwargs)
         reach(f"after {where}")
         return found
 
@@ -79,7 +79,7 @@ def at_rounds(reach):
     try:
         yield
     finally:
-        del processes.gather
+        processes.gather = gather
 
 
 def lose_one(me, root, point, victim, timeout_s):

@@ -623,7 +623,7 @@ def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
             else:
                 if processes.index == 1:
                     damage(disk / "12")
-                processes.gather("damaged", None, timeout_s=30)
+                processes.within(30).gather("damaged", None)
                 manager.scrub()
             manager.save(14, {"a": np.full(70_000, 14)})
             manager.wait_until_finished()
@@ -648,7 +648,7 @@ def test_processes_in_another_order_do_not_take_a_step_for_uploaded(tmp_path, is
                 return []
             manager.wait_until_finished()
             found[processes.index] = [p for p in manager.problems if "not uploaded" in p]
-            processes.gather("all have looked", None, timeout_s=30)
+            processes.within(30).gather("all have looked", None)
             manager.save(2, {"a": 2})
             manager.wait_until_finished()
             return manager.tiers["durable"]
@@ -681,7 +681,7 @@ def test_all_hear_of_a_deletion_that_failed_on_one_disk(tmp_path, item):
             with lease if processes.index else contextlib.nullcontext():
                 with pytest.raises((ValueError, ProcessesDisagree), match="reader holds"):
                     manager.delete(2, item=item)
-                processes.gather("tried", None, timeout_s=60)
+                processes.within(60).gather("tried", None)
             with contextlib.suppress(CheckpointNotFound):
                 manager.delete(2, item=item)
             return manager.tiers["local"], sorted(manager.restore_items())
@@ -701,7 +701,7 @@ def test_a_pin_is_on_the_disk_of_each_host(tmp_path):
             if processes.index == 0:
                 shutil.rmtree(local.index.path(2))
                 shutil.rmtree(tmp_path / "run" / "2")
-            processes.gather("it is gone", None, timeout_s=60)
+            processes.within(60).gather("it is gone", None)
             for root in manager._roots:
                 root.index.forget(2)
             manager.pin(1)
@@ -731,7 +731,7 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
                 full.append("host1")
             handle = manager.save(2, {"a": 2})
             found = [file.exists() for file in steps]
-            processes.gather("all have looked", None, timeout_s=30)
+            processes.within(30).gather("all have looked", None)
             slow.goes_on.set()
             handle.result()
             return found
@@ -751,14 +751,14 @@ def test_a_full_disk_keeps_the_newest_step_of_all_disks(tmp_path, monkeypatch):
             for step in (10, 11, 12):
                 manager.save(step, {"a": step}).result()
             manager.wait_until_finished()
-            processes.gather("saved", None, timeout_s=30)
+            processes.within(30).gather("saved", None)
             failing.of_path = (names.RECORD, "/host0/")
             with pytest.raises((SaveFailed, ProcessesDisagree)):
                 manager.save(13, {"a": 13}).result()
-            processes.gather("failed", None, timeout_s=30)
+            processes.within(30).gather("failed", None)
             failing.of_path = ("nothing", "/host0/")
             full.append("host1")
-            processes.gather("full", None, timeout_s=30)
+            processes.within(30).gather("full", None)
             handle = manager.save(14, {"a": 14})
             found = manager.tiers["local"]
             handle.result()
@@ -776,20 +776,20 @@ def test_a_step_saved_again_before_its_upload_is_uploaded(tmp_path, at):
         with manager_of(tmp_path, processes.index, failing, durable_timeout_s=20) as manager:
             manager.save(1, {"a": np.full(70_000, 1)})
             manager.wait_until_finished()
-            processes.gather("saved", None, timeout_s=30)
+            processes.within(30).gather("saved", None)
             failing.of_path = (at, "/run/")
             manager.save(2, {"a": np.full(70_000, 2)})
             manager._saver.wait_for_all()
             wait_until(lambda: failing.failed)
-            processes.gather("failed", None, timeout_s=30)
+            processes.within(30).gather("failed", None)
             if processes.index == 0:
                 damage(tmp_path / "host0" / "share_0" / "2")
-            processes.gather("damaged", None, timeout_s=30)
+            processes.within(30).gather("damaged", None)
             manager.restore(as_numpy=True)
             assert manager.restored_step == 1
             manager.save(2, {"a": np.full(70_000, 3)})
             manager._saver.wait_for_all()
-            processes.gather("saved again", None, timeout_s=30)
+            processes.within(30).gather("saved again", None)
             failing.of_path = ("nothing", "/run/")
             manager.wait_until_finished()
 
@@ -893,7 +893,7 @@ def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
         with manager_of(tmp_path, processes.index, failing) as manager:
             with pytest.raises((SaveFailed, ProcessesDisagree)):
                 manager.save(1, {"a": 1}).result()
-            processes.gather("failed", None, timeout_s=10)
+            processes.within(10).gather("failed", None)
             failing.of_path = ["nowhere"]
             manager.save(1, {"a": 1}).result()
             return manager.save(1, {"a": 1})
@@ -963,7 +963,7 @@ def place(tmp_path, hosts, machines, storage=None):
     def find(processes):
         host, machine = hosts[processes.index], machines[processes.index]
         root = f"{tmp_path}/{host}"
-        share = share_on_disk(storage, root, processes, timeout_s=30, machine=machine)
+        share = share_on_disk(storage, root, processes.within(30), machine=machine)
         return f"{host}/{share}".rstrip("/")
 
     return simulate(len(hosts), find)

@@ -43,12 +43,12 @@ def train(root, places, flips):
                     manager.wait_until_finished()
                 except CheckpointError:  # a local step that is found damaged is not uploaded
                     manager._saver.take_errors()
-                processes.gather(f"saved {step}", None, timeout_s=60)
+                processes.within(60).gather(f"saved {step}", None)
                 if processes.index == 0 and step == 4:
                     flips(root)
                 if processes.index == 0 and step > 4:
                     assert good(root, step) or good(root, step - 1)
-                processes.gather(f"looked at {step}", None, timeout_s=60)
+                processes.within(60).gather(f"looked at {step}", None)
 
     simulate(2 if places == "processes" else 1, run)
 

@@ -58,7 +58,7 @@ def test_where_process_0_leads_all_raise_if_it_fails(error, others):
 
     def raised(us):
         try:
-            lead(us, "name", fail, where="/run/1", timeout_s=60)
+            lead(us.within(60), "name", fail, where="/run/1")
         except Exception as caught:
             return type(caught).__name__, str(caught), getattr(caught, "failures", None)
 
@@ -78,7 +78,7 @@ def test_the_leaders_of_groups_act_for_a_job(apart):
 
     def act(us, failing=()):
         group = Group.apart(us) if apart else Group.together(us)
-        with group.leading("act", max, where="there", timeout_s=60) as led:
+        with group.leading("act", max, where="there") as led:
             if group.leads:
                 if us.index in failing:
                     raise KeyError(us.index)
@@ -110,7 +110,7 @@ def test_a_meeting_names_all_that_failed():
 
     def report(us):
         problem = KeyError(us.index) if us.index else None
-        met = meet(us, "name", us.index * 10, problem, timeout_s=60, mark="odd" * (us.index == 2))
+        met = meet(us.within(60), "name", us.index * 10, problem, mark="odd" * (us.index == 2))
         with pytest.raises((KeyError, ProcessesDisagree)) as caught:
             met.check(problem, "/run/1", "Try again.")
         return met.values, met.marks, type(caught.value).__name__, str(caught.value)
@@ -166,8 +166,8 @@ def test_old_keys_are_deleted():
 
     def many_rounds(us):
         for n in range(100):
-            us.agree(f"{n}", n, timeout_s=30)
-            us.gather(f"{n}", n, timeout_s=30)
+            us.within(30).agree(f"{n}", n)
+            us.within(30).gather(f"{n}", n)
         return len(us.service.entries)
 
     assert max(simulate(3, many_rounds)) < 20
@@ -180,7 +180,7 @@ def test_a_round_that_failed_is_deleted_when_all_know():
     def fail_once(us):
         worker.law_a_missing_process_is_named_on_all(us)
         for n in range(3):
-            us.gather(f"{n}", None, timeout_s=30)
+            us.within(30).gather(f"{n}", None)
         return [key for key in us.service.entries if "missing" in key]
 
     assert simulate(3, fail_once) == [[]] * 3
@@ -194,9 +194,9 @@ def test_a_call_that_one_process_made_alone_spoils_no_later_one(alone):
     def call_alone_once(us):
         if us.index == alone:
             with pytest.raises(CheckpointTimeout):
-                us.gather("restore", "alone", timeout_s=0.2)
-        us.gather("next", None, timeout_s=30)
-        return [us.gather("restore", f"{us.index} {n}", timeout_s=30) for n in range(3)]
+                us.within(0.2).gather("restore", "alone")
+        us.within(30).gather("next", None)
+        return [us.within(30).gather("restore", f"{us.index} {n}") for n in range(3)]
 
     found = simulate(3, call_alone_once)
 
@@ -213,10 +213,10 @@ def test_no_process_succeeds_where_another_fails(seed):
         dice = random.Random(f"{seed} {us.index}")
         outcomes = []
         for n in range(20):
-            us.gather(f"start {n}", None, timeout_s=30)
+            us.within(30).gather(f"start {n}", None)
             time.sleep(dice.choice([0, 0.5, 0.9, 1.0, 1.1]) * timeout_s)
             try:
-                outcomes.append(us.gather(f"{n}", us.index, timeout_s=timeout_s))
+                outcomes.append(us.within(timeout_s).gather(f"{n}", us.index))
             except CheckpointTimeout as error:
                 outcomes.append(error.missing)
         return outcomes
@@ -270,7 +270,7 @@ def counted(count, act):
 @pytest.mark.multihost
 def test_gather_costs_few_messages():
     """Calls to the service grow with the number of processes, not with its square."""
-    calls = counted(32, lambda us: us.gather("x", us.index, timeout_s=30)).calls
+    calls = counted(32, lambda us: us.within(30).gather("x", us.index)).calls
 
     # Each process puts its value and reads the outcome. Process 0 puts that, and reads the values:
     # those that have come all at once.
@@ -287,7 +287,7 @@ def test_process_0_asks_for_few_values_if_all_are_there():
     for index in range(1, 200):
         service.put(f"jaxckpt/gather/x/1/from/{index}", b"[]\n7", timeout_s=1)
 
-    values = Distributed(index=0, count=200, service=waits.of(0)).gather("x", 7, timeout_s=5)
+    values = Distributed(index=0, count=200, service=waits.of(0)).within(5).gather("x", 7)
 
     assert values == [7] * 200
     assert waits.calls == ["put", "wait", "under", "put"]
@@ -324,7 +324,7 @@ def test_processes_with_other_fields_differ():
     def compare(us):
         fields = {"keep": None} if us.index else {"keep.last": 2}
         with pytest.raises(ProcessesDisagree, match=r"keep\.last=None, process 0 has keep\.last=2"):
-            check_alike(us, "a manager", fields, timeout_s=20, hint="")
+            check_alike(us.within(20), "a manager", fields, hint="")
 
     simulate(2, compare)
 
@@ -335,7 +335,7 @@ def test_a_few_of_many_failed_processes_are_named():
 
     def fail(us):
         problem = ValueError("x" * 100) if us.index else None
-        met = meet(us, "name", None, problem, timeout_s=60)
+        met = meet(us.within(60), "name", None, problem)
         with pytest.raises(ProcessesDisagree) as caught:
             met.check(None, "/run/1")
         return caught.value
@@ -354,12 +354,13 @@ def test_a_service_that_is_gone_says_what_to_do():
             raise RuntimeError("UNAVAILABLE: Socket closed")
 
     one, zero = (
-        Distributed(index=index, count=2, service=_service._Service(Gone())) for index in (1, 0)
+        Distributed(index=index, count=2, service=_service._Service(Gone())).within(5)
+        for index in (1, 0)
     )
 
     for call in (one.gather, zero.gather, one.agree, zero.agree):
         with pytest.raises(ProcessesDisagree, match=r"Socket closed(.|\n)*restart") as caught:
-            call("x", None, timeout_s=5)
+            call("x", None)
         assert caught.value.failures == {0: "UNAVAILABLE: Socket closed"}
 
 
@@ -374,7 +375,7 @@ def test_a_service_that_hangs_does_not_hang_us():
     us = Distributed(index=0, count=2, service=_service._Service(Hanging()))
 
     with pytest.raises(CheckpointTimeout, match="did not answer") as caught:
-        us.gather("x", None, timeout_s=0.1)
+        us.within(0.1).gather("x", None)
     release.set()
 
     assert caught.value.missing == (0,)
@@ -393,7 +394,7 @@ class Last:
     us = Distributed(index=0, count=1, service=_service._Service(Client()))
 
     def __del__(self):
-        print(self.us.gather("x", 7, timeout_s=5))
+        print(self.us.within(5).gather("x", 7))
 
 last = Last()
 """
@@ -411,7 +412,7 @@ def test_a_long_wait_names_the_process_that_did_not_make_the_call(caplog):
         if us.index == 1:
             return None
         with pytest.raises(CheckpointTimeout) as caught:
-            us.gather("x", us.index, timeout_s=1.0, where="saving /run/5")
+            us.within(1.0).gather("x", us.index, where="saving /run/5")
         return str(caught.value)
 
     errors = simulate(3, meet_without, warn_after_s=0.1)
@@ -434,7 +435,7 @@ def test_a_long_wait_names_process_0(caplog):
     def meet_without(us):
         if us.index:
             with pytest.raises(CheckpointTimeout):
-                us.gather("x", us.index, timeout_s=1.0)
+                us.within(1.0).gather("x", us.index)
 
     simulate(3, meet_without, warn_after_s=0.1)
 
@@ -450,7 +451,7 @@ def test_simulated_death(rounds):
     def meet(us):
         for n in range(4):
             try:
-                us.gather(f"{n}", us.index, timeout_s=0.3)
+                us.within(0.3).gather(f"{n}", us.index)
             except CheckpointTimeout as error:
                 return n, error.missing
         return None
@@ -470,7 +471,7 @@ def test_simulated_death_runs_no_error_handler():
             handled.append(us.index)
         except ProcessKilled:
             with pytest.raises(ProcessKilled):
-                us.gather("x", None, timeout_s=1)
+                us.within(1).gather("x", None)
             raise
 
     assert simulate(2, die) == [None, None]
@@ -484,7 +485,7 @@ def test_simulate_raises_the_first_error_and_notes_the_others():
     def fail(us):
         if us.index == 2:
             raise ValueError("the cause")
-        us.gather("x", None, timeout_s=0.2)
+        us.within(0.2).gather("x", None)
 
     with pytest.raises(ValueError, match="the cause") as caught:
         simulate(3, fail)

@@ -84,7 +84,7 @@ def as_processes(test):
 
 
 def meet(processes):
-    processes.gather("test", None, timeout_s=20)
+    processes.within(20).gather("test", None)
 
 
 def in_first(processes, do):

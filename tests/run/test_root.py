@@ -928,7 +928,7 @@ def opened(disk):
     """Opens the run as a manager does."""
     found = disk.run()
     opening = Opening(found.owner, found.deletion, Group.together(Single()))
-    opening.open(None, saves=None, timeout_s=30)
+    opening.open(None, saves=None)
     opening.end("the test is over")
 
 

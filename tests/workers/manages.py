@@ -106,26 +106,27 @@ def watch(manager, before):
 @contextlib.contextmanager
 def heard(before):
     """Calls `before` with the name of each round that this process comes to."""
-    processes, methods = current(), ("gather", "agree")  # a barrier is a gather
+    kind = type(current())  # of these processes with any limit
+    methods = {name: getattr(kind, name) for name in ("gather", "agree")}  # a barrier is a gather
 
     def hearing(method):
-        def call(name, *args, **kwargs):
+        def call(self, name, *args, **kwargs):
             before(name)
-            return method(name, *args, **kwargs)
+            return method(self, name, *args, **kwargs)
 
         return call
 
-    for method in methods:
-        setattr(processes, method, hearing(getattr(processes, method)))
+    for name, method in methods.items():
+        setattr(kind, name, hearing(method))
     try:
         yield
     finally:
-        for method in methods:
-            delattr(processes, method)
+        for name, method in methods.items():
+            setattr(kind, name, method)
 
 
 def meet(point):
-    current().gather(f"test {point}", None, timeout_s=60)
+    current().within(60).gather(f"test {point}", None)
 
 
 # --- training ---------------------------------------------------------------------------------

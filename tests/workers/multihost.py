@@ -22,24 +22,24 @@ def let_the_last_be_late(us):
 
 def law_gather_gives_every_value_to_all(us):
     """Everybody gets the value of everybody, by index."""
-    got = us.gather("values", {"index": us.index, "twice": [us.index] * 2}, timeout_s=LONG_S)
+    got = us.within(LONG_S).gather("values", {"index": us.index, "twice": [us.index] * 2})
 
     assert got == [{"index": i, "twice": [i, i]} for i in range(us.count)]
 
 
 def law_agree_gives_the_value_of_process_0(us):
     """Everybody gets what process 0 says, whatever they say themselves."""
-    assert us.agree("value", {"index": us.index}, timeout_s=LONG_S) == {"index": 0}
+    assert us.within(LONG_S).agree("value", {"index": us.index}) == {"index": 0}
 
 
 def law_nobody_leaves_a_barrier_before_all_are_there(us):
     """The last to arrive comes before the first to leave, though one is late."""
     let_the_last_be_late(us)
     arrived = time.monotonic()  # one clock for all processes of a machine
-    us.gather("meet", None, timeout_s=LONG_S)
+    us.within(LONG_S).gather("meet", None)
     left = time.monotonic()
 
-    times = us.gather("times", [arrived, left], timeout_s=LONG_S)
+    times = us.within(LONG_S).gather("times", [arrived, left])
 
     assert max(arrived for arrived, _ in times) <= min(left for _, left in times)
 
@@ -48,62 +48,60 @@ def law_values_come_back_as_json_on_all(us):
     """The sender too gets the value as changed by JSON."""
     value = {1: (1, 2.5, None, True), "inf": float("inf")}
 
-    assert us.agree("json", value, timeout_s=LONG_S) == {
+    assert us.within(LONG_S).agree("json", value) == {
         "1": [1, 2.5, None, True],
         "inf": value["inf"],
     }
-    assert us.gather("json", value, timeout_s=LONG_S)[0]["1"] == [1, 2.5, None, True]
+    assert us.within(LONG_S).gather("json", value)[0]["1"] == [1, 2.5, None, True]
 
 
 def law_what_is_not_json_is_refused_before_it_is_sent(us):
     """A value that JSON cannot hold is the caller's mistake."""
     with pytest.raises(TypeError):
-        us.gather("not json", object(), timeout_s=LONG_S)
+        us.within(LONG_S).gather("not json", object())
     with pytest.raises(TypeError):
-        us.agree("not json", object(), timeout_s=LONG_S)
+        us.within(LONG_S).agree("not json", object())
 
 
 def law_a_name_used_again_is_a_new_meeting(us):
     """No round sees a value of an earlier one of the same name."""
     for n in range(10):
-        assert us.gather("again", [n, us.index], timeout_s=LONG_S) == [
-            [n, i] for i in range(us.count)
-        ]
-        assert us.agree("again", n, timeout_s=LONG_S) == n
-        us.gather("again", None, timeout_s=LONG_S)
+        assert us.within(LONG_S).gather("again", [n, us.index]) == [[n, i] for i in range(us.count)]
+        assert us.within(LONG_S).agree("again", n) == n
+        us.within(LONG_S).gather("again", None)
 
 
 def law_no_name_is_part_of_another(us):
     """Slashes and numbers in a name are only letters."""
     names = ["a", "a/1", "a/1/from", "a/1/from/0", "a%2F1", "", "/", "."]
     for name in names:
-        assert us.agree(name, name, timeout_s=LONG_S) == name
+        assert us.within(LONG_S).agree(name, name) == name
     for name in reversed(names):
-        assert us.gather(name, name, timeout_s=LONG_S) == [name] * us.count
+        assert us.within(LONG_S).gather(name, name) == [name] * us.count
 
 
 def law_names_and_values_may_be_any_text(us):
     """Unicode, control characters, half of a surrogate pair."""
     for text in ["Schritt 7/ß", "保存", "🙂", "a\nb\tc\0d"]:
-        assert us.gather(text, text, timeout_s=LONG_S) == [text] * us.count
-    assert us.agree("lone", "\ud800", timeout_s=LONG_S) == "\ud800"
+        assert us.within(LONG_S).gather(text, text) == [text] * us.count
+    assert us.within(LONG_S).agree("lone", "\ud800") == "\ud800"
 
 
 def law_values_may_be_large(us):
     """A few megabytes from each pass whole."""
     mine = str(us.index) * (3 << 20)
 
-    got = us.gather("large", mine, timeout_s=LONG_S)
+    got = us.within(LONG_S).gather("large", mine)
 
     assert [(value[0], len(value)) for value in got] == [(str(i), 3 << 20) for i in range(us.count)]
-    assert us.agree("large", mine, timeout_s=LONG_S) == "0" * (3 << 20)
+    assert us.within(LONG_S).agree("large", mine) == "0" * (3 << 20)
 
 
 def law_a_slow_reader_loses_nothing(us):
     """Process 0 may be many rounds ahead."""
     let_the_last_be_late(us)
 
-    assert [us.agree(f"ahead {n}", n, timeout_s=LONG_S) for n in range(50)] == list(range(50))
+    assert [us.within(LONG_S).agree(f"ahead {n}", n) for n in range(50)] == list(range(50))
 
 
 def law_threads_of_one_process_meet_independently(us):
@@ -112,7 +110,7 @@ def law_threads_of_one_process_meet_independently(us):
 
     def meet(thread):
         for n in range(10):
-            got[thread, n] = us.gather(f"thread {thread}/{n}", [thread, n], timeout_s=LONG_S)
+            got[thread, n] = us.within(LONG_S).gather(f"thread {thread}/{n}", [thread, n])
 
     order = [0, 1, 2] if us.index % 2 else [2, 1, 0]
     threads = [threading.Thread(target=meet, args=(thread,)) for thread in order]
@@ -128,39 +126,39 @@ def law_a_missing_process_is_named_on_all(us):
     """All who wait learn who is missing, it learns it when it comes, and then all is well again."""
     last = us.count - 1
     for meet in verbs(us):
-        us.gather("start", None, timeout_s=LONG_S)
+        us.within(LONG_S).gather("start", None)
         if us.index == last:
-            us.agree("the others gave up", None, timeout_s=LONG_S)
+            us.within(LONG_S).agree("the others gave up", None)
         missed(meet, "missing", [last])
         if us.index != last:
-            us.agree("the others gave up", None, timeout_s=LONG_S)
-        assert us.gather("after", us.index, timeout_s=LONG_S) == list(range(us.count))
+            us.within(LONG_S).agree("the others gave up", None)
+        assert us.within(LONG_S).gather("after", us.index) == list(range(us.count))
 
 
 def law_all_who_are_missing_are_named(us):
     """Only process 1 comes in time."""
     missing = [index for index in range(us.count) if index != 1]
-    us.gather("start", None, timeout_s=LONG_S)
+    us.within(LONG_S).gather("start", None)
     if us.index != 1:
-        us.gather("process 1 gave up", None, timeout_s=LONG_S)
+        us.within(LONG_S).gather("process 1 gave up", None)
     missed(verbs(us)[0], "alone", missing)
     if us.index == 1:
-        us.gather("process 1 gave up", None, timeout_s=LONG_S)
+        us.within(LONG_S).gather("process 1 gave up", None)
 
 
 def law_process_0_may_be_the_missing_one(us):
     """It also learns that it came too late, in an `agree` too."""
 
     def agree(name):
-        us.agree(name, None, timeout_s=short_s(us))
+        us.within(short_s(us)).agree(name, None)
 
     for meet in [*verbs(us), agree]:
-        us.gather("start", None, timeout_s=LONG_S)
+        us.within(LONG_S).gather("start", None)
         if us.index == 0:
-            us.gather("the others gave up", None, timeout_s=LONG_S)
+            us.within(LONG_S).gather("the others gave up", None)
         missed(meet, "without 0", [0])
         if us.index != 0:
-            us.gather("the others gave up", None, timeout_s=LONG_S)
+            us.within(LONG_S).gather("the others gave up", None)
 
 
 def law_a_judge_that_fails_ends_the_round_on_all(us):
@@ -174,11 +172,11 @@ def law_a_judge_that_fails_ends_the_round_on_all(us):
 
     for bad, kind in ((judge, ZeroDivisionError), (give_no_json, TypeError)):
         with pytest.raises(ProcessesDisagree if us.index else kind) as caught:
-            us.gather("judged", us.index, bad, timeout_s=600.0)  # longer than a test may take
+            us.within(600.0).gather("judged", us.index, bad)  # longer than a test may take
         if us.index:
             assert caught.value.failures[0].startswith(f"{kind.__name__}: ")
             assert "judged: process 0 failed: " in str(caught.value)
-    assert us.agree("next", us.index, timeout_s=LONG_S) == 0
+    assert us.within(LONG_S).agree("next", us.index) == 0
 
 
 def short_s(us):
@@ -189,8 +187,8 @@ def short_s(us):
 def verbs(us):
     """The rounds that wait for everybody."""
     return [
-        lambda name: us.gather(name, us.index, timeout_s=short_s(us)),
-        lambda name: us.gather(name, None, timeout_s=short_s(us)),
+        lambda name: us.within(short_s(us)).gather(name, us.index),
+        lambda name: us.within(short_s(us)).gather(name, None),
     ]
 
 
@@ -237,22 +235,22 @@ def lose_one(me, loser):
     # At an abort it reads the stacks of threads that run on, and may crash over that.
     faulthandler.disable()
     us = current()
-    us.gather("start", None, timeout_s=LONG_S)
+    us.within(LONG_S).gather("start", None)
     me.reach("started")
     if me.index == loser:
         me.wait_for("never")
     me.wait_for("lost")
-    return said(lambda: us.gather("after", me.index, timeout_s=2.0))
+    return said(lambda: us.within(2.0).gather("after", me.index))
 
 
 def die_in_the_middle(me, loser):
     """`loser` kills itself while the others are already waiting for it."""
     us = current()
-    us.gather("start", None, timeout_s=LONG_S)
+    us.within(LONG_S).gather("start", None)
     if me.index == loser:
         time.sleep(0.3)
         me.die()
-    return said(lambda: us.gather("after", me.index, timeout_s=2.0))
+    return said(lambda: us.within(2.0).gather("after", me.index))
 
 
 def said(meet):

@@ -159,14 +159,14 @@ def restore_in_groups(me, path, names, shape):
 
     everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
     like = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name in names}
-    processes, found = current(), []
+    processes, found = type(current()), []  # with any limit
     gather = processes.gather
 
-    def gathering(name, *args, **kwargs):
+    def gathering(self, name, *args, **kwargs):
         if name.startswith("restore group"):
             shards = [one.sharding.shard_shape(one.shape) for one in jax.live_arrays()]
             found.append(4 * sum(map(math.prod, shards)))  # the data of a shard is an array too
-        return gather(name, *args, **kwargs)
+        return gather(self, name, *args, **kwargs)
 
     processes.gather = gathering
     before = {*map(id, jax.local_devices()[0].client.live_executables())}
@@ -308,7 +308,7 @@ def time_restore(me, url, target, once, envs):
         for name, shape in shapes.items()
     }
     reports = []
-    current().gather("begin", None, timeout_s=60)
+    current().within(60).gather("begin", None)
     start_s = time.monotonic()
     if once == "one reader":
         tree = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
@@ -345,10 +345,10 @@ def restore_at_rates(me, url, carry_s, env):
     everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
     saved = jaxckpt.restore(url, as_numpy=True)
     size = saved["w0"].nbytes
-    processes, reports, group = current(), [], 0
+    processes, reports, group = type(current()), [], 0  # with any limit
     gather = processes.gather
 
-    def gathering(name, report, *args, **kwargs):
+    def gathering(self, name, report, *args, **kwargs):
         nonlocal group
         if name.startswith("restore group"):
             group += 1
@@ -356,7 +356,7 @@ def restore_at_rates(me, url, carry_s, env):
             read, part = [size * group // me.count, group], [size // me.count, 1.0]
             rates = {"first": part, "read": read, "carried": [size * carried, carry_s * carried]}
             report = {**report, "value": rates}
-        return gather(name, report, *args, **kwargs)
+        return gather(self, name, report, *args, **kwargs)
 
     processes.gather = gathering
     like = {

@@ -16,7 +16,7 @@ from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt._save.tree_plan import _spec
 from jaxckpt.errors import CheckpointError
-from jaxckpt.multihost import current
+from jaxckpt.multihost import Group, current
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
 
@@ -235,7 +235,8 @@ def said(act):
 def save_with(path, value, *, storage=None, timeout_s=60.0, overwrite=False):
     request = prepare(path, value, overwrite, None, copy=False)
     storage = storage or request.storage
-    SaveJob(replace(request, storage=storage, timeout_s=timeout_s)).run()
+    group = Group.together(request.processes.within(timeout_s))
+    SaveJob(replace(request, storage=storage, group=group)).run()
 
 
 def disagree(me, root):

@@ -15,8 +15,6 @@ from jaxckpt.orbax.v1._saving import RESERVED, AsyncResponse, Done
 from jaxckpt.orbax.v1.errors import DeletionRecoveryError
 from jaxckpt.storage import locate
 
-_TIMEOUT_S = 1200.0
-
 
 def delete(
     path: PathLike, *, checkpointable_name: str | None = None, missing_ok: bool = False
@@ -42,7 +40,7 @@ def delete(
         return ""
 
     # Process 0 also looks whether it is there: others may look when it is gone already.
-    missing = lead(current(), f"orbax delete {where}", do, where=where, timeout_s=_TIMEOUT_S)
+    missing = lead(current(), f"orbax delete {where}", do, where=where)
     if missing and not missing_ok:
         raise FileNotFoundError(missing)
     return not missing
