@@ -141,6 +141,22 @@ def test_real_processes_obey(law, broken):
     assert [tracebacks[law] for tracebacks in broken] == [None] * len(broken)
 
 
+@pytest.mark.multihost
+def test_another_limit_makes_no_other_processes():
+    """They are equal, as caches need; rounds of a name go on counting, and so do those to die."""
+
+    def gather(us):
+        limits = [us.within(20), us, us.within(30)]
+        assert {us} == {*limits}
+        assert [one.timeout_s for one in limits] == [20, 1200, 30]
+        return [one.gather("again", n) for n, one in enumerate(limits[:: 1 - 2 * us.index])]
+
+    assert simulate(2, gather) == [[[0, 0], [1, 1], [2, 2]]] * 2
+    assert simulate(1, gather, kill={0: 2}) == [None]
+    assert Single() == Single().within(5)
+    assert Single().within(5).timeout_s == 5
+
+
 def test_current_is_single_in_a_job_of_one():
     """Without `jax.distributed` there is no process to wait for."""
     assert isinstance(current(), Single)
