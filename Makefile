@@ -43,8 +43,9 @@ help:
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= TEST_DIR=$(TEST_DIR) DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
 # In memory nothing waits for the disk; the tests leave a folder there only for those that failed.
+# Three at a time, on two cores: each waits a part of its time.
 test: $(VENV)/.installed-test
-	TMPDIR=$(TEST_DIR) PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	TMPDIR=$(TEST_DIR) PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 # These tests wait half of the time, for locks and leases.
 stores: $(VENV)/.installed-test
@@ -54,7 +55,7 @@ stores: $(VENV)/.installed-test
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m "faults and not slow" -n auto --maxprocesses 2 --dist worksteal \
+	$(python) -m pytest -m "faults and not slow" -n 3 --dist worksteal \
 	  --scorecard=build/faults.md $(PYTEST_ARGS)
 
 faults-root: $(VENV)/.installed-test

@@ -136,11 +136,11 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1743, 11, 20),
-    "manager open + save": (3987, 16, 41),
-    "open + save, local": (6357, 18, 130),
+    "save again": (1738, 11, 20),
+    "manager open + save": (3970, 16, 41),
+    "open + save, local": (6324, 18, 130),
     "restore(path, like)": (2263, 14, 8),
-    "manager.restore(like)": (2738, 18, 10),
+    "manager.restore(like)": (2732, 18, 10),
     "open": (599, 10, 5),
     "verify": (1897, 15, 17),
 }
@@ -185,16 +185,16 @@ FOLDERS = {
     "_inspect": (1219, 822),
     "_progress": (225, 167),
     "_restore": (2187, 1634),
-    "_run": (9814, 6781),
-    "_save": (2366, 1657),
+    "_run": (9765, 6732),
+    "_save": (2356, 1647),
     "cli": (4680, 3374),
     "format": (3293, 2170),
     "integrations": (470, 258),
-    "multihost": (990, 632),
-    "orbax": (6154, 3763),
+    "multihost": (976, 611),
+    "orbax": (6152, 3762),
     "pages": (2483, 1775),
     "storage": (4210, 2842),
-    "testing": (1045, 692),
+    "testing": (1018, 666),
 }
 
 
