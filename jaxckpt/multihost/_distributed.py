@@ -77,7 +77,7 @@ class _Round:
         return self.deadline_s - time.monotonic()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Distributed:
     """`Processes` over a key-value service. One per process and job; threads may share it."""
 

@@ -58,7 +58,7 @@ class MemoryService:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SimulatedProcesses(Distributed):
     """`Processes` of one thread of `simulate`; threads that it starts may use it too.
 

@@ -254,7 +254,7 @@ def test_how_often_processes_meet(tmp_path, state):
 
     def meetings(processes):
         def so_far():
-            return sum(processes._rounds._uses.values())
+            return sum(processes._uses.values())
 
         with CheckpointManager(tmp_path, save=SavePolicy(every_steps=2)) as manager:
             start = so_far()
@@ -433,11 +433,11 @@ def test_a_restore_in_one_process_ends_after_its_limit_once(tmp_path, verb):
             manager.save(1, {"n": 1}).result()
             meet(processes)
             if processes.index == 0:
-                before = {*processes._rounds._uses}
+                before = {*processes._uses}
                 with pytest.raises(CheckpointTimeout, match="did not make this call") as caught:
                     getattr(manager, verb)()
                 assert caught.value.missing == (1,)
-                new = {*processes._rounds._uses} - before
+                new = {*processes._uses} - before
                 assert len([key for key in new if "/gather/" in key]) == 1
             meet(processes)
 
