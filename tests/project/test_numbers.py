@@ -19,9 +19,9 @@ from benchmarks import chart
 from jaxckpt._core import pinned, plan
 from jaxckpt._disk import data_files, read_back
 from jaxckpt._run import reach, uploader
-from jaxckpt._save import job
 from jaxckpt.cli import _checks
 from jaxckpt.format import ocdbt, sharding, tree
+from jaxckpt.multihost import _protocol
 from jaxckpt.storage import _object, _requests
 from tests.faults.scorecard import ROWS
 
@@ -216,7 +216,7 @@ def test_rows_that_are_mentioned_exist() -> None:
 
 WORDS = {2: "two", 9: "nine"}
 LEASE, STALL, TIMEOUT = SETTINGS.lease_s, SETTINGS.stall_s, SETTINGS.timeout_s
-MINUTES = job.DEFAULT_TIMEOUT_S / 60
+MINUTES = _protocol.DEFAULT_TIMEOUT_S / 60
 MIB, PART, FILE = 1 << 20, _object._PART_BYTES >> 20, ocdbt.DATA_FILE_BYTES >> 20
 ON_AZURE = data_files._UPLOADS * _object._PARTS_AT_ONCE * PART
 HEDGE_S, HEDGE = _requests._HEDGE_FLOOR_S, _requests._HEDGE_BYTES
