@@ -110,7 +110,7 @@ def test_gin_sets_the_local_place(configured, ram_path):
             manager.save(step, {"w": step})
         manager.wait_until_finished()  # also until the local steps not kept are deleted
         assert manager.tiers == {"local": [2], "durable": [1, 2], "waiting": []}
-        assert manager._tiers.uploader.timeout_s == 900
+        assert manager._tiers.sender.processes.timeout_s == 900
 
     with configured.CheckpointManager(local=None) as manager:
         assert manager.tiers == {"local": [], "durable": [1, 2], "waiting": []}
