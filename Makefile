@@ -43,11 +43,13 @@ help:
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= TEST_DIR=$(TEST_DIR) DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
 # In memory nothing waits for the disk; the tests leave a folder there only for those that failed.
-# Three at a time, on two cores: each waits a part of its time.
+# Three at a time, on two cores: each waits a part of its time. All tests of two folders run elsewhere,
+# and importing them takes as long as importing the others.
 test: $(VENV)/.installed-test
-	TMPDIR=$(TEST_DIR) PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	TMPDIR=$(TEST_DIR) PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n 3 --dist worksteal \
+	  --ignore=tests/stores --ignore=tests/faults $(PYTEST_ARGS)
 
-# These tests wait half of the time, for locks and leases.
+# These tests, and those of faults, wait half of the time, for locks and leases.
 stores: $(VENV)/.installed-test
 	@mkdir -p build
 	$(python) -m pytest -m "stores and not slow" -n 3 --dist worksteal \
