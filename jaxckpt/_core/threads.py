@@ -67,7 +67,7 @@ class Threads:
     def __init__(self, name: str, most: float) -> None:
         self._name, self._most = name, most
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        # A signal may leave the lock of a `Semaphore` taken, but not this one.
+        # A signal may leave the lock of a `Semaphore` taken, but never this lock.
         self._lock = threading.Lock()  # guards the three below
         self._started = self._idle = 0
         self._under_way: set[Future[Any]] = set()

@@ -91,7 +91,7 @@ class DataFiles:
     ) -> None:
         self._storage, self._folder = storage, folder
         self._name, self._landed = name, landed
-        self.sums: list[int] = []  # of the chunks; has room for those of each before it is added
+        self.sums: list[int] = []  # of the chunks; made long enough before chunks are added
         self._places: dict[str, bytes | Place] = {}
         self._files: list[_DataFile] = []  # not written yet
         self._open: dict[tuple[bool, bool], _DataFile] = {}  # to which values are added

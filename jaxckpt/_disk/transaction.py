@@ -184,8 +184,8 @@ class Transaction:
         try:
             if not self.committed:
                 self.protocol.abort(self.token, published=self.publishing, late=late)
-        except OSError as error:
-            warn(self.work, f"cannot be removed: {error}. The next save removes it.")
+        except OSError as failure:
+            warn(self.work, f"cannot be removed: {failure}. The next save removes it.")
         self.release()
 
     def release(self) -> None:

@@ -142,7 +142,8 @@ class ByHand:
 
         named, lacks = self._lead(what, in_roots)
         if named != step:
-            raise ValueError(f"{self.run}: {what} of step {step}, but of step {named} in process 0")
+            both = f"{what} of step {step}, but of step {named} in process 0, which was done"
+            raise ValueError(f"{self.run}: {both}; all have to name the same")
         if (local := self.roots[0]).group.part is not None:
             name = f"manager {self.run}/{what} here"
             with local.group.leading(name, any, where=self.run) as led:

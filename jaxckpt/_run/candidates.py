@@ -39,13 +39,12 @@ class Candidates:
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         step, nearest, in_order = _chosen(step), self.roots[0], newest_first
-        where = self.roots[-1].index.root
         if nearest.group.part is not None or nearest.peers:
             known: list[Disks] = []  # only process 0 needs to know what the disks have
-            judge_steps(nearest, lambda *x: known.extend(x), run=where)
+            judge_steps(nearest, lambda *x: known.extend(x), run=self._name)
             in_order = partial(self._over_disks, known)
-        name = f"manager {where}/steps"
-        with leading(self.processes, name, where=where, meets=True) as led:
+        name = f"manager {self._name}/steps"
+        with leading(self.processes, name, where=self._name, meets=True) as led:
             if self.processes.index == 0:  # it lists the steps
                 led.value = self._copies(step, in_order)
         return [Copy(*one) for one in led.value]

@@ -61,7 +61,7 @@ class Sender:
     def __init__(
         self,
         roots: Sequence[Root],  # where the steps are, and where they go
-        processes: Processes,  # their limit is that of an upload, too
+        processes: Processes,  # their limit is the limit of an upload, too
         pace: Pace,
     ) -> None:
         self.source, self.target = roots

@@ -119,7 +119,7 @@ class Worker(Generic[S]):
             with self.lock:
                 if self.current is not handle:
                     self._saves.pop(handle, None)
-            self._begin()  # for another thread, which relied on this one
+            self._begin()  # for another thread, which relied on it
             raise
 
     def _begin(self) -> None:

@@ -191,7 +191,7 @@ class Doomed:
     steps: Sequence[str] = ()
     owner: str = ""  # the token of the writer; "" if only it may finish the deletion
     move_to: str | None = None  # where the steps go instead, as in `KeepPolicy`
-    began_ns: int = 0  # when, by the writer's clock; earlier releases did not say
+    began_ns: int = 0  # when, by the writer's clock; 0 from earlier releases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
