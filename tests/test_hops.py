@@ -193,7 +193,7 @@ FOLDERS = {
     "multihost": (976, 611),
     "orbax": (6152, 3762),
     "pages": (2483, 1775),
-    "storage": (4210, 2842),
+    "storage": (4206, 2842),
     "testing": (1018, 666),
 }
 

@@ -30,18 +30,18 @@ _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 class StoreSettings:
     """Describes how to reach the buckets of an object store, and how long to wait for it.
 
-    Without settings for a bucket, the standard environment variables decide, such as
+    What is None or False here, the standard environment variables decide, such as
     `AWS_ENDPOINT_URL`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS` and
     `AZURE_STORAGE_ACCOUNT_NAME`. A container of Azure is a bucket too.
 
     Attributes:
-        endpoint: `http://` or `https://` and a host, on Azure maybe with a path. If None, the
-            provider's own.
+        endpoint: `http://` or `https://` and a host, on Azure maybe with a path. If it is nowhere
+            given, the provider's own.
         grpc_endpoint: If given, TensorStore speaks gRPC to Google Cloud Storage, at this target:
             `google-c2p:///storage.googleapis.com` on its own machines,
             `dns:///storage.googleapis.com` elsewhere.
         region: Of an S3 bucket.
-        account: The storage account of an Azure container. If None, the environment's account.
+        account: The storage account of an Azure container.
         virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
         credentials: `"default"`: the first that there are of variables, a sign-in and the machine's
             role; `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
@@ -78,6 +78,7 @@ class StoreSettings:
             raise ValueError(f"tries must be an int, got {self.tries!r}")
 
 
+_default: Final = StoreSettings()
 _given: dict[str, StoreSettings] = {}  # by "scheme://bucket" or "scheme://"
 
 
@@ -115,15 +116,12 @@ def use_store(url: str, settings: StoreSettings) -> None:
 
 
 def settings_of(scheme: str, bucket: str) -> StoreSettings:
-    """Returns the given settings of a bucket, or else the settings in the environment."""
-    return _given_for(scheme, bucket) or _from_environment(scheme, os.environ)
+    """Returns the settings of a bucket: those given, and from the environment what they lack."""
+    return _completed(_given_for(scheme, bucket) or _default, scheme, os.environ)
 
 
 def _given_for(scheme: str, bucket: str) -> StoreSettings | None:
     return _given.get(f"{scheme}://{bucket}") or _given.get(f"{scheme}://")
-
-
-_default: Final = StoreSettings()
 
 
 def limit_s() -> float:
@@ -139,21 +137,23 @@ _ENDPOINTS: Final = {
 }
 
 
-def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
-    endpoint = next(filter(None, map(env.get, _ENDPOINTS[scheme])), None)
-    settings = StoreSettings(single_writer=is_true(env, "JAXCKPT_SINGLE_WRITER"), endpoint=endpoint)
+def _completed(given: StoreSettings, scheme: str, env: Mapping[str, str]) -> StoreSettings:
+    endpoint = given.endpoint or next(filter(None, map(env.get, _ENDPOINTS[scheme])), None)
+    is_alone = given.single_writer or is_true(env, "JAXCKPT_SINGLE_WRITER")
+    settings = replace(given, single_writer=is_alone)
     if scheme == "gs":
-        if endpoint and "://" not in endpoint:
-            endpoint = f"http://{endpoint}"
-        return replace(settings, endpoint=endpoint)
+        is_bare = endpoint is not None and "://" not in endpoint  # as Google's clients take it
+        return replace(settings, endpoint=f"http://{endpoint}" if is_bare else endpoint)
     if scheme == "az":
-        return replace(settings, account=_azure_account(env))
-    source = source_of("s3", "default", env)
+        account = env.get("AZURE_STORAGE_ACCOUNT_NAME") or env.get("AZURE_STORAGE_ACCOUNT")
+        return replace(settings, endpoint=endpoint, account=given.account or account)
+    source, in_host = source_of("s3", given.credentials, env), "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
+    region = given.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
     return replace(
         settings,
         endpoint=endpoint or source.endpoint,
-        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or source.region,
-        virtual_hosted=is_true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"),
+        region=region or source.region,
+        virtual_hosted=given.virtual_hosted or is_true(env, in_host),
     )
 
 
@@ -163,14 +163,10 @@ def endpoint_of(scheme: str, bucket: str, settings: StoreSettings) -> str:
         return f"{scheme}://{bucket}"
     if settings.endpoint is None:
         return "the provider's endpoint"
-    if _given_for(scheme, bucket) is not None:
+    if (_given_for(scheme, bucket) or _default).endpoint is not None:
         return f"{settings.endpoint} (from StoreSettings)"
     names = [name for name in _ENDPOINTS[scheme] if os.environ.get(name)]
     return f"{settings.endpoint} (from {names[0] if names else 'the AWS profile'})"
-
-
-def _azure_account(env: Mapping[str, str]) -> str | None:
-    return env.get("AZURE_STORAGE_ACCOUNT_NAME") or env.get("AZURE_STORAGE_ACCOUNT") or None
 
 
 def check_bucket(scheme: str, bucket: str, url: str) -> None:
@@ -260,8 +256,8 @@ def _client(scheme: str, bucket: str, settings: StoreSettings, source: Login, tr
     if scheme == "az":
         if settings.endpoint:
             options["endpoint"] = settings.endpoint.rstrip("/")
-        if account := settings.account or _azure_account(os.environ):
-            options["account_name"] = account
+        if settings.account:
+            options["account_name"] = settings.account
         return AzureStore(bucket, **options)
     if settings.endpoint:
         options["endpoint"] = _s3_endpoint(bucket, settings)

@@ -20,6 +20,7 @@ import jaxckpt
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, kvstore, locate, use_store
 from jaxckpt.storage._credentials import _system, clouds_of, source_of
+from jaxckpt.storage._settings import endpoint_of, settings_of
 from tests.commandline import said_json
 from tests.stores.loopback import LoopbackServer
 
@@ -216,6 +217,42 @@ def test_nobody_at_an_endpoint(monkeypatch, scheme, variable):
     assert f"http://127.0.0.1:9 (from {variable})" in answers["advice"]
     assert "start the store" in answers["advice"]
     assert "Connection refused" in answers["error"]
+
+
+@pytest.mark.parametrize("given", [{"timeout_s": 9}, {"region": "there"}])
+def test_what_settings_lack_comes_from_the_environment(monkeypatch, given):
+    variables = {"AWS_REGION": "here", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    for name, value in {**variables, "JAXCKPT_SINGLE_WRITER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    use_store("s3://bucket", StoreSettings(credentials="anonymous", **given))
+
+    settings = settings_of("s3", "bucket")
+
+    assert settings.timeout_s == given.get("timeout_s", 300)
+    assert settings.region == given.get("region", "here")
+    assert settings.endpoint == variables["AWS_ENDPOINT_URL"]
+    assert settings.single_writer
+    assert "AWS_ENDPOINT_URL" in endpoint_of("s3", "bucket", settings)
+    assert (kvstore("s3://bucket/a") or {})["endpoint"] == variables["AWS_ENDPOINT_URL"]
+
+
+def test_an_emulator_of_google_needs_no_scheme(monkeypatch):
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:4443")
+    use_store("gs://bucket", StoreSettings())
+
+    assert settings_of("gs", "bucket").endpoint == "http://localhost:4443"
+
+
+def test_given_settings_win(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "here")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    use_store("s3://bucket", StoreSettings(region="there", endpoint="http://127.0.0.1:8"))
+
+    settings = settings_of("s3", "bucket")
+
+    assert (settings.region, settings.endpoint) == ("there", "http://127.0.0.1:8")
+    assert endpoint_of("s3", "bucket", settings).endswith("(from StoreSettings)")
 
 
 @pytest.mark.parametrize("bucket", ["ab", "Training", "UP", "a b", "-ab"])
