@@ -8,8 +8,8 @@ Only the newest lines are kept. A torn or foreign line is skipped: a ledger is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from jaxckpt.errors import CorruptCheckpoint, damaged
@@ -22,11 +22,6 @@ _MAX_STARTS: Final = 256
 _MAX_LINE: Final = 1 << 10
 _MAX_TEXT: Final = 100
 _MAX_SECONDS: Final = 1e11  # since 1970: the year 5138
-
-_TEXTS: Final = ("start", "end")
-_SECONDS: Final = ("opened_s", "seen_s", "restore_s", "trained_s", "blocked_s", "saving_s")
-_COUNTS: Final = ("saves",)
-_STEPS: Final = ("began", "first", "reached", "saved")
 
 CLOSED: Final = "closed"
 NOT_CLOSED: Final = "not closed"
@@ -66,10 +61,10 @@ def decode_ledger(data: bytes) -> list[Start]:
 
 
 def _encode(start: Start) -> bytes:
-    known = {name: value for name, value in asdict(start).items() if value not in (None, "")}
-    texts = {name: known[name][:_MAX_TEXT] for name in _TEXTS if name in known}
-    seconds = {name: round(known[name], 3) for name in _SECONDS}
-    return jsontext.dumps(known | texts | seconds)
+    known = {name: fact for name, fact in asdict(start).items() if fact not in (None, "")}
+    texts = {name: fact[:_MAX_TEXT] for name, fact in known.items() if isinstance(fact, str)}
+    numbers = {name: round(fact, 3) for name, fact in known.items() if name not in texts}
+    return jsontext.dumps(texts | numbers)
 
 
 def _decode(line: bytes) -> Start | None:
@@ -77,22 +72,18 @@ def _decode(line: bytes) -> Start | None:
         return None
     try:
         top = expect(jsontext.loads(line, file=names.LEDGER), dict, "a line", file=names.LEDGER)
-        facts = {name: _number(top, name, _MAX_SECONDS) for name in _SECONDS}
-        facts |= {name: _number(top, name, MAX_STEP) for name in _COUNTS}
-        facts |= {name: int(_number(top, name, MAX_STEP)) for name in _STEPS if name in top}
-        texts = {name: _text(top, name) for name in _TEXTS}
+        known = [one for one in fields(Start) if one.name in top]
+        return Start(**{one.name: _fact(one.name, one.default, top[one.name]) for one in known})
     except CorruptCheckpoint:
         return None
-    return Start(**{**facts, **texts})
 
 
-def _text(top: Mapping[str, Any], name: str) -> str:
-    return expect(top.get(name, ""), str, f"'{name}'", file=names.LEDGER)[:_MAX_TEXT]
-
-
-def _number(top: Mapping[str, Any], name: str, most: float) -> Any:
-    found = top.get(name, 0)
-    is_number = type(found) is int or (type(found) is float and name in _SECONDS)
-    if not is_number or not 0 <= found <= most:
+def _fact(name: str, default: object, found: Any) -> Any:  # JSON
+    """Returns what was found if it is of the type of the default; None stands for an int."""
+    if isinstance(default, str):
+        return expect(found, str, f"'{name}'", file=names.LEDGER)[:_MAX_TEXT]
+    is_seconds = isinstance(default, float)
+    is_number = type(found) is int or (type(found) is float and is_seconds)
+    if not is_number or not 0 <= found <= (_MAX_SECONDS if is_seconds else MAX_STEP):
         raise damaged(names.LEDGER, f"'{name}' is {jsontext.short(found)}")
     return found
