@@ -1,11 +1,10 @@
 """Gather and agree among the processes of a job, each with a time limit.
 
-_protocol     gather and agree
+_protocol     gather and agree; one process
 _collective   makes all processes return or all raise
 _group        the processes that write to one directory
 _distributed  the rounds over a key-value service
 _service      JAX's coordination service
-_single       one process
 """
 
 from jaxckpt.multihost._collective import (
@@ -23,9 +22,8 @@ from jaxckpt.multihost._collective import (
 )
 from jaxckpt.multihost._distributed import Distributed
 from jaxckpt.multihost._group import Group
-from jaxckpt.multihost._protocol import Device, Json, Processes
+from jaxckpt.multihost._protocol import Device, Json, Processes, Single
 from jaxckpt.multihost._service import current, playing
-from jaxckpt.multihost._single import Single
 
 __all__ = [
     "Device",

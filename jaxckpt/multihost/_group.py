@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
 from jaxckpt.multihost._collective import Lead, leading, meeting
-from jaxckpt.multihost._protocol import Json, Processes
-from jaxckpt.multihost._single import Single
+from jaxckpt.multihost._protocol import Json, Processes, Single
 
 Judge = Callable[[list[Any]], Json]
 
@@ -62,9 +60,8 @@ class Group:
         """Returns a path, or where it differs between processes, a text that all have alike."""
         return path if self.part is None else f"the disks of {self.leaders.count} processes"
 
-    def leading(
-        self, name: str, judge: Judge | None = None, *, where: str
-    ) -> AbstractContextManager[Lead]:
+    @contextlib.contextmanager
+    def leading(self, name: str, judge: Judge | None = None, *, where: str) -> Iterator[Lead]:
         """Lets leaders act inside the `with`; then all processes of the job return, or all raise.
 
         Args:
@@ -73,12 +70,9 @@ class Group:
             name, where: As in the function `leading`.
         """
         if self.part is not None:
-            return meeting(self.leaders, name, judge, where=where)
-        return _one_leads(self.mates, name, judge, where)
-
-
-@contextlib.contextmanager
-def _one_leads(mates: Processes, name: str, judge: Judge | None, where: str) -> Iterator[Lead]:
-    with leading(mates, name, where=where) as led:
-        yield led
-    led.value = led.value if judge is None else judge([led.value])
+            with meeting(self.leaders, name, judge, where=where) as led:
+                yield led
+            return
+        with leading(self.mates, name, where=where) as led:
+            yield led
+        led.value = led.value if judge is None else judge([led.value])

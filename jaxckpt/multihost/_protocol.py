@@ -1,10 +1,11 @@
-"""The interface to the other processes of a job."""
+"""The interface to the other processes of a job, and a job with one process."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias, final
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
@@ -91,3 +92,31 @@ def encode(value: Json) -> bytes:
 def decode(data: bytes) -> Json:
     """Undoes `encode`."""
     return json.loads(data)
+
+
+@final
+@dataclass(frozen=True)
+class Single:
+    """`Processes` of a job with one process: nothing waits, so nothing times out."""
+
+    index: int = 0
+    count: int = 1
+    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, compare=False)
+
+    def within(self, timeout_s: float) -> Single:
+        return Single(timeout_s=timeout_s)
+
+    @staticmethod  # always the same function, for the caches of placements
+    def process_of(device: Device) -> int:
+        return 0
+
+    def gather(
+        self, name: str, value: Json, judge: Callable[[list[Any]], Json] = list, *, where: str = ""
+    ) -> Any:  # JSON
+        return decode(encode(judge([decode(encode(value))])))
+
+    def agree(self, name: str, value: Json) -> Json:
+        return decode(encode(value))
+
+    def missing(self, name: str) -> list[int]:
+        return []

@@ -19,8 +19,7 @@ from typing import Any, TypeVar, final
 from jaxckpt._core.threads import daemons
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost._distributed import Distributed
-from jaxckpt.multihost._protocol import Processes
-from jaxckpt.multihost._single import Single
+from jaxckpt.multihost._protocol import Processes, Single
 
 _T = TypeVar("_T")
 # Waits are sliced so that Python's signal handlers (Ctrl-C, SIGTERM before preemption) can run.
