@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxckpt.format.step import MAX_STARTS, Life, Starts
+from jaxckpt.format.step import CUT, Life, Starts
 
 
 class Copy(NamedTuple):
@@ -103,9 +103,8 @@ class Saved(NamedTuple):
         """
         if not self.starts:
             return True
-        names = later._names()
-        cut = int(len(names) >= MAX_STARTS)  # the starts after the first
-        after = names.index(self.start) + 1 if self.start in names else cut
+        names, is_cut = later._names(), CUT in later.starts
+        after = names.index(self.start) + 1 if self.start in names else int(is_cut)
         return all(step is not None and self.step <= step for _, step in later.starts[after:])
 
     def is_newer(self, other: Saved) -> bool:
@@ -114,9 +113,8 @@ class Saved(NamedTuple):
             return self.step > other.step
         if other.start in self._names() or self.start in other._names():
             return other.start in self._names()
-        # The start of the other may be one that is cut here.
-        is_cut = len(self.starts) >= MAX_STARTS and self.starts[0] == other.starts[0]
-        return is_cut and other.led_to(self)
+        # The start of the other may be one that is left out here.
+        return CUT in self.starts and self.starts[0] == other.starts[0] and other.led_to(self)
 
     def _names(self) -> list[str]:
         return [start for start, _ in self.starts]

@@ -33,6 +33,8 @@ from jaxckpt.format.jsontext import expect, given, maybe_expect
 
 VERSION: Final = 1
 MAX_STARTS: Final = 256  # of a run that are listed in a step, in 8 kB
+CUT: Final = ("", 1 << 62)  # in such a list, where starts are left out; no step is as new
+_UNMARKED: Final = 32  # an earlier release listed as many, and did not mark that it left out others
 # The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20
 _REPEATED: Final = (names.CHECKPOINT_METADATA, f"{names.METRICS_ITEM}/{names.METRICS_FILE}")
@@ -156,13 +158,17 @@ class Life:
     """
 
     run: str  # the id of the run
-    # The last start saved the step. If there are MAX_STARTS, those after the first may be cut.
+    # The last start saved the step. Of more than MAX_STARTS, `CUT` replaces those after the first.
     starts: Starts = ()
 
     def begun(self, start: str, step: int | None) -> Life:
         """Returns the life that begins with a further start, from `step` or anew."""
-        starts = (*self.starts, (start, step))
-        return Life(run=self.run, starts=(*starts[:1], *starts[1:][-(MAX_STARTS - 1) :]))
+        whole = (*self.starts, (start, step))
+        cut = (whole[0], CUT, *whole[2 - MAX_STARTS :])
+        return Life(run=self.run, starts=cut if len(whole) > MAX_STARTS else whole)
+
+    def encoded(self) -> dict[str, Any]:
+        return {"id": self.run, "starts": self.starts, "bound": MAX_STARTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +200,7 @@ def encode_record(record: Record) -> bytes:
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             **({} if record.share is None else {"share": record.share}),
-            **({"run": {"id": life.run, "starts": life.starts}} if (life := record.life) else {}),
+            **({} if record.life is None else {"run": record.life.encoded()}),
             **({"differences": record.differences} if record.differences else {}),
             "files": {path: facts.encoded() for path, facts in record.files.items()},
         }
@@ -254,8 +260,9 @@ def _life(value: Any, *, file: str) -> Life:
         is_pair = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str)
         if not is_pair or type(one[1]) not in (int, type(None)):
             raise damaged(file, f"'starts' has {one!r}")
-    run = expect(top.get("id"), str, "'id'", file=file)
-    return Life(run=run, starts=tuple((start, step) for start, step in starts))
+    if "bound" not in top and len(starts) >= _UNMARKED:
+        starts.insert(1, CUT)
+    return Life(run=expect(top.get("id"), str, "'id'", file=file), starts=tuple(map(tuple, starts)))
 
 
 def digest(data: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import logging
 import shutil
@@ -504,6 +505,26 @@ def test_a_run_of_many_starts_goes_on_from_its_newest_step():
         assert astray([before, last], durable) == []
         assert durable.led_to(last)
         assert last.led_to(durable) == (durable == last)
+
+
+def as_listed_before(saved):
+    """As a release recorded it that listed the first start and the last 31, without a mark."""
+    starts = [*saved.starts[:1], *saved.starts[1:][-31:]]
+    body = {"version": 1, "writer": "jaxckpt 0.1.0", "token": "t", "lineage": {}, "files": {}}
+    data = json.dumps(body | {"run": {"id": "r", "starts": starts}}).encode()
+    data += b"\n" + hashlib.sha256(data).hexdigest().encode() + b"\n"
+    return Saved.of(saved.step, step_format.decode_record(data, file="f").life)
+
+
+def test_a_release_that_listed_fewer_starts_hides_no_step():
+    """Its steps stay when the run goes on: a start that it left out is not of an earlier life."""
+    saved = [as_listed_before(one) for one in chain(50)]
+    life = step_format.Life(run="r", starts=saved[-1].starts)
+
+    for n in range(300):
+        life = life.begun(f"since {n}", 49 + n)
+        now = Saved(50 + n, life.starts)
+        assert astray([saved[10], saved[40], now], None) == []
 
 
 def test_many_starts_hide_no_other_life():
