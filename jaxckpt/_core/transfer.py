@@ -309,11 +309,9 @@ def is_away(sharding: jax.sharding.Sharding | None) -> bool:
 
 @contextlib.contextmanager
 def placing() -> Iterator[None]:
-    """Wraps transfers to devices; entering it costs as much as placing a small array.
-
-    Keeps 64-bit arrays even if `jax_enable_x64` is off: values are never rounded.
-    """
+    """Wraps transfers to devices; entering it costs as much as placing a small array."""
     import jax
 
-    with jax.enable_x64(True), jax.transfer_guard("allow"):
+    # Values are never rounded, also if `jax_enable_x64` is off, and no tracers of a caller's jit.
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True), jax.transfer_guard("allow"):
         yield

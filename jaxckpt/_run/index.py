@@ -168,9 +168,10 @@ class StepIndex(ListedRoot):
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
+        is_known = state == "committed" or number in self.sent or is_under_way(path)
         if state == "unreadable":
             self.report(f"{path} cannot be listed (Permission denied); it is left alone")
-        elif state != "committed" and number not in self.sent and not is_under_way(path):
+        elif not is_known and self.storage.kind(path) is not None:  # else it was deleted just now
             self.report(f"{path} is not a committed step and is left alone")
         return state
 

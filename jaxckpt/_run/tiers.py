@@ -24,7 +24,7 @@ from jaxckpt._run.sender import Sender, Upload
 from jaxckpt._run.uploader import Uploader
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
-from jaxckpt.storage import PathIn, free_bytes
+from jaxckpt.storage import PathIn, free_bytes, real
 from jaxckpt.types import StepInfo
 
 # The space that a save needs, relative to its values, and the least space beyond them.
@@ -57,7 +57,7 @@ class Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
         at = partial(root_at, tier=LOCAL, keep=tier.keep)
         base, behind = at(tier.directory, group=directory.group).index, directory.index
-        _check_apart(base, behind.root)
+        _check_apart(base, behind)
         mates, reach = processes if writes else Single(), directory.reach
         settled = settle(base, behind, mates, writes=writes, reach=reach)
         group = Group.apart(processes) if settled.share else directory.group
@@ -186,10 +186,10 @@ def _peers_of(tier: LocalTier, local: Root, settled: Local) -> Peers:
     )
 
 
-def _check_apart(local: StepIndex, behind: str) -> None:
+def _check_apart(local: StepIndex, directory: StepIndex) -> None:
     """Raises ValueError unless a root may hold the local steps of the run in a directory."""
-    root = local.root
     if not local.storage.hard_links:
-        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
-    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
-        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
+        raise ValueError(f"local must be a directory on a disk of this host, got {local.root}")
+    ours, theirs = (real(one.storage, one.root) for one in (local, directory))
+    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((ours, theirs), (theirs, ours))):
+        raise ValueError(f"local and directory must not contain each other: {ours} and {theirs}")

@@ -390,6 +390,15 @@ def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
     assert 0 < peak <= (16 << 20) // 4 + MAX_UNIT_BYTES
 
 
+def test_a_restore_while_jax_traces_returns_values(tmp_path):
+    """Its arrays are constants of the function that is traced."""
+    jaxckpt.save(tmp_path / "a", {"w": jnp.arange(3.0), "key": jax.random.key(7)})
+
+    got = jax.jit(lambda x: x + jaxckpt.restore(tmp_path / "a")["w"])(1.0)
+
+    assert got.tolist() == [1.0, 2.0, 3.0]
+
+
 def test_a_target_does_not_keep_its_arrays_alive(tmp_path):
     """When the caller has let go of `like`, its arrays are gone before the first byte is read."""
     tree = {"a": jnp.arange(1000.0), "b": [jnp.ones((10, 10))]}

@@ -412,6 +412,19 @@ def world(request, ram_path):
     return World(MemoryStorage(), f"/{uuid.uuid4()}")
 
 
+def test_a_step_that_is_deleted_while_it_is_looked_at_is_no_problem(world):
+    world.add("1", "2", "3")
+
+    def before(verb, path):
+        if path.startswith(f"{world.root}/2"):
+            world.storage.delete(f"{world.root}/2")
+
+    reader = world.run(WatchedStorage(world.storage, before)).index
+
+    assert reader.steps() == [1, 3]
+    assert reader.problems == []
+
+
 def test_a_guest_sets_no_step_aside_that_is_mended_while_it_takes_the_run_over(world):
     """By the job that owned it until then."""
     first = world.run()

@@ -141,6 +141,17 @@ def test_each_place_has_its_own_policies(directory, local):
         assert manager.tiers["durable"] == [12, 13]
 
 
+@pytest.mark.parametrize("below", ["run", "run/local", ""])
+def test_the_places_are_apart_also_by_links(tmp_path, below):
+    (tmp_path / "shared" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("shared")
+
+    for one, other in (("link", "shared"), ("shared", "link")):
+        with pytest.raises(ValueError, match="must not contain each other"):
+            CheckpointManager(tmp_path / one / "run", local=tmp_path / other / below)
+    assert [*(tmp_path / "shared" / "run").iterdir()] == []
+
+
 def test_without_local_there_is_one_place(tmp_path):
     with CheckpointManager(tmp_path / "run") as manager:
         handle = manager.save(1, state(1))
