@@ -189,11 +189,11 @@ FOLDERS = {
     "_save": (2356, 1647),
     "cli": (4680, 3374),
     "format": (3291, 2169),
-    "integrations": (470, 258),
+    "integrations": (478, 264),
     "multihost": (954, 596),
     "orbax": (6152, 3762),
     "pages": (2483, 1775),
-    "storage": (4206, 2842),
+    "storage": (4219, 2853),
     "testing": (1018, 666),
 }
 

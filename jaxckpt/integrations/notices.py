@@ -71,16 +71,24 @@ def aws(url: str = _LINK_LOCAL) -> Notice:
 
 
 def azure(url: str = _LINK_LOCAL) -> Notice:
-    """Returns the notice of Azure: the time until a spot machine is evicted."""
+    """Returns the notice of Azure: the time until this spot machine is evicted."""
+    headers, api = {"Metadata": "true"}, "api-version=2021-02-01"
 
     def notice() -> float | None:
-        path = f"{url}/metadata/scheduledevents?api-version=2020-07-01"
-        told = _ask(path, {"Metadata": "true"})
+        told = _ask(f"{url}/metadata/scheduledevents?api-version=2020-07-01", headers)
         events = [] if told is None else json.loads(told)["Events"]
-        left = [_left_s(e["NotBefore"]) for e in events if e["EventType"] == "Preempt"]
-        return min(left, default=None)
+        found = [one for one in events if one["EventType"] == "Preempt"]
+        if found:  # each machine of a set is told what happens to any of them
+            name = _ask(f"{url}/metadata/instance/compute/name?{api}&format=text", headers)
+            found = [one for one in found if name is None or _is_named(name, one)]
+        return min((_left_s(one["NotBefore"]) for one in found), default=None)
 
     return notice
+
+
+def _is_named(machine: str, event: Mapping[str, Any]) -> bool:
+    names = [name.lower() for name in event.get("Resources", ())]
+    return not names or machine.lower() in names
 
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:

@@ -61,6 +61,7 @@ _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 # A peer that is late by so much is left out, since there is another place to read from.
 _PEER: Final = StoreSettings(timeout_s=60.0, stall_s=10.0, tries=1)
+_COPY_LOOK_S: Final = 0.1  # between looks for a copy
 _DELETED_AT_ONCE = {"az": 256, "s3": 1000}  # in one request of the client
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
@@ -309,7 +310,19 @@ class ObjectStorage(WithoutDirectories):
         self.requests.change(
             "copy", src, lambda: obs().copy(self._store, self._key(src), self._key(dst))
         )
+        if self.scheme == "az":
+            self._await_copy(src, dst)
         return False
+
+    def _await_copy(self, src: str, dst: str) -> None:
+        """Waits for a copy that Azure may only have begun; its size shows when it is whole."""
+        size, end_s = self.size(src), time.monotonic() + self.settings.stall_s
+        while time.monotonic() < end_s:
+            with contextlib.suppress(FileNotFoundError):
+                if self.size(dst) == size:
+                    return
+            time.sleep(_COPY_LOOK_S)
+        raise OSError(errno.EIO, "the store accepted a copy, and did not make it", src, None, dst)
 
     def delete(self, path: str) -> None:
         below = [one["path"] for one in self._below(path)]

@@ -114,6 +114,20 @@ def test_azure(metadata):
     assert notices.azure(url)() == 0.0
 
 
+def test_azure_tells_each_machine_of_a_set_what_happens_to_the_others(metadata):
+    """Only the machine that is named ends; without its own name, it is safer to believe it."""
+    url, handler = metadata
+    event = '{"EventType": "Preempt", "NotBefore": "", "Resources": ["Spot_7", "spot_8"]}'
+    path = "/metadata/scheduledevents?api-version=2020-07-01"
+    handler.answers["GET", path] = f'{{"Events": [{event}]}}'
+    assert notices.azure(url)() == 0.0
+
+    name = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    for machine, wanted in (("spot_3", None), ("spot_7", 0.0)):
+        handler.answers["GET", name] = machine
+        assert notices.azure(url)() == wanted
+
+
 def test_what_is_no_metadata_server_is_an_error(metadata):
     url, handler = metadata
     with pytest.raises(urllib.error.URLError):

@@ -7,6 +7,7 @@ import hmac
 import traceback
 from urllib.parse import quote
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -140,3 +141,20 @@ def test_settings_of_a_url():
     for scheme in ("gs", "s3"):
         with pytest.raises(ValueError, match="no path"):
             use_store(f"{scheme}://", StoreSettings(endpoint="http://127.0.0.1:10000/path"))
+
+
+def test_a_copy_that_is_only_begun_is_waited_for(azurite_server, proxied):
+    """Azure may answer before it has copied; if it never does, the next steps are sent."""
+    server, proxy = proxied(azurite_server)
+    url = f"az://{server.bucket}"
+    use_store("az://", StoreSettings(stall_s=1.0))
+    frozen = jnp.ones(1 << 20)
+    begun = proxy.add(Answer(202), when=lambda request: request.is_copy)
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        manager.save(1, {"w": frozen, "step": 1}).result()
+        with pytest.raises(SaveFailed, match="accepted a copy, and did not make it"):
+            manager.save(2, {"w": frozen, "step": 2}).result()
+        for step in (3, 4):
+            manager.save(step, {"w": frozen, "step": step}).result()
+        assert manager.all_steps() == [1, 3, 4]
+    assert begun.done
