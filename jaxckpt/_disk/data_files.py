@@ -28,10 +28,12 @@ from jaxckpt._disk.places import Table
 from jaxckpt.format import names, ocdbt
 from jaxckpt.format.arrays import (
     CRC_BYTES,
+    bytes_of,
     checksum,
     chunk_key,
     dtype_of,
     encode_index,
+    index_bytes,
     zarr3_metadata,
 )
 from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place, encode_database
@@ -116,10 +118,12 @@ class DataFiles:
         Args:
             apart: Whether it goes into a file of such chunks only.
         """
-        sizes = _unit_sizes(chunk.stored)
-        index = len(encode_index(sizes)) if chunk.stored.inner_shape is not None else 0
-        is_compressed = chunk.stored.zstd is not None
-        self._add(chunk.key, chunk, sum(sizes) + index, apart=apart, compressed=is_compressed)
+        stored = chunk.stored
+        units = math.prod(stored.chunk_shape) // math.prod(stored.unit_shape)
+        size = bytes_of(stored.chunk_shape, stored.dtype) + units * CRC_BYTES
+        if stored.inner_shape is not None:
+            size += index_bytes(stored)
+        self._add(chunk.key, chunk, size, apart=apart, compressed=stored.zstd is not None)
 
     def _add(
         self, key: str, part: bytes | Chunk, size: int, *, apart: bool, compressed: bool
@@ -258,13 +262,6 @@ def _encoded(stored: StoredArray, unit: Values) -> bytes:
     alone = replace(stored, shape=shape, chunk_shape=shape, inner_shape=None)
     values = unit.view(dtype_of(stored.dtype)).reshape(shape)
     return encode_array(zarr3_metadata(alone), chunk_key((0,) * len(shape)), values)
-
-
-def _unit_sizes(stored: StoredArray) -> list[int]:
-    """Returns the bytes of a chunk, or of each of its inner chunks, with their checksums."""
-    unit = math.prod(stored.unit_shape)
-    size = unit * dtype_of(stored.dtype).itemsize + CRC_BYTES
-    return [size] * (math.prod(stored.chunk_shape) // unit)
 
 
 def give_way() -> None:

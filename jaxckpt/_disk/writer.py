@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -16,8 +15,8 @@ from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
     CRC_BYTES,
+    bytes_of,
     chunk_key,
-    dtype_of,
     encode_chunk,
     encode_zarr3,
     metadata_key,
@@ -31,12 +30,13 @@ _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would ga
 
 def compressed(stored: StoredArray, level: int | None) -> StoredArray:
     """Returns the layout of an array with compressed chunks, if they are large enough to pay."""
-    small = stored.inner_shape is None and _chunk_bytes(stored) <= _MAX_PLAIN_BYTES
+    small = _is_small(stored, _MAX_PLAIN_BYTES)
     return stored if level is None or small else replace(stored, zstd=level)
 
 
-def _chunk_bytes(stored: StoredArray) -> int:
-    return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize
+def _is_small(stored: StoredArray, most_bytes: int) -> bool:
+    is_one = stored.inner_shape is None
+    return is_one and bytes_of(stored.chunk_shape, stored.dtype) <= most_bytes
 
 
 class ChunkWrite(NamedTuple):
@@ -85,7 +85,7 @@ def plan_writes(
         for prefix, stored in zip(prefixes, plan.stored, strict=True)
     ]
     # The bytes of a small chunk are made at once, not while it is written: a copy takes less time.
-    direct = [s.inner_shape is None and _chunk_bytes(s) <= _MAX_DIRECT_BYTES for s in plan.stored]
+    direct = [_is_small(stored, _MAX_DIRECT_BYTES) for stored in plan.stored]
     starts = list(starts_of(plan.stored))
     chunks: list[ChunkWrite] = []
     units: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from jaxckpt._disk.item import decode_item, read_item
 from jaxckpt._disk.native import Item, Undecoded, subtree
 from jaxckpt._inspect import tree_text
 from jaxckpt.errors import CorruptCheckpoint, printable
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import bytes_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
 from jaxckpt.storage import locate
@@ -248,7 +247,7 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
         sharding = replace(sharding, spec=sharding.spec[: len(leaf.shape)])
     size = 0
     if leaf.stored is not None:
-        size = math.prod(leaf.stored.shape) * dtype_of(leaf.stored.dtype).itemsize
+        size = bytes_of(leaf.stored.shape, leaf.stored.dtype)
     elif leaf.kind not in ("empty", "ellipsis"):
         size = getattr(leaf.value, "nbytes", None)
         size = len(leaf.value or "") if size is None else size

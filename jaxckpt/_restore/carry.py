@@ -36,7 +36,7 @@ from jaxckpt._core.spread import (
 from jaxckpt._core.transfer import boxes_here, empty, in_layout, to_device
 from jaxckpt._disk.native import Item
 from jaxckpt._restore.placement import LeafPlan, key_data_sharding
-from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, bytes_of, dtype_of
 from jaxckpt.format.tree import ARRAY_KINDS, Leaf
 from jaxckpt.multihost import Processes
 
@@ -269,7 +269,7 @@ def unit_of(item: Item, saved: Leaf) -> tuple[int, ...]:
 
 def size_of(saved: Leaf) -> int:
     """Returns the bytes of a leaf as it is stored, uncompressed."""
-    return math.prod(saved.array.shape) * dtype_of(saved.array.dtype).itemsize
+    return bytes_of(saved.array.shape, saved.array.dtype)
 
 
 class _Way(NamedTuple):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -41,7 +40,7 @@ from jaxckpt._restore.carry import Convert, Pack, Spread, carriers_of, size_of, 
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.placement import LeafPlan
 from jaxckpt._restore.turn import take_if_free
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import bytes_of
 from jaxckpt.format.tree import Path, path_text
 from jaxckpt.multihost import Json, Meeting, Processes, first_of, meet, slowest_of
 from jaxckpt.storage._limit import LimitedStorage
@@ -312,7 +311,7 @@ def _read_bytes(item: Item, plan: LeafPlan) -> int:
     """Returns the bytes of the stored units that a process reads for a leaf, uncompressed."""
     stored, boxes, unit = plan.saved.array, plan.stored_boxes(), unit_of(item, plan.saved)
     count = len(plan_chunks(unit, boxes)) if item.ours else count_chunks(unit, boxes)
-    return count * math.prod(unit) * dtype_of(stored.dtype).itemsize
+    return count * bytes_of(unit, stored.dtype)
 
 
 def _described(item: Item, carriers: Sequence[Carrier], request: RestoreRequest) -> str:

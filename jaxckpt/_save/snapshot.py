@@ -8,7 +8,6 @@ or on the way there in an order that nothing can overtake.
 from __future__ import annotations
 
 import logging
-import math
 import posixpath
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -154,10 +153,7 @@ class TreeItem:
             if one["tree"] != said[0]["tree"]
         }
         # The processes agree on the shards, but maybe not on their owners.
-        wanted = sum(
-            math.prod(stored.shape) * arrays.dtype_of(stored.dtype).itemsize
-            for stored in self.tree.plan.stored
-        )
+        wanted = sum(arrays.bytes_of(one.shape, one.dtype) for one in self.tree.plan.stored)
         written = sum(one["bytes"] for one in said)
         if not failures and written != wanted:
             failures[0] = f"all processes together wrote {written} bytes of {wanted}"

@@ -69,6 +69,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(np.bool_) if name == "bool" else np.dtype(getattr(ml_dtypes, name))
 
 
+def bytes_of(shape: Sequence[int], dtype: str) -> int:
+    """Returns the size of so many values, uncompressed."""
+    return math.prod(shape) * dtype_of(dtype).itemsize
+
+
 def inner_shape(
     chunk_shape: Sequence[int], itemsize: int, most_bytes: int | None = None
 ) -> tuple[int, ...] | None:
@@ -231,7 +236,7 @@ def leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
     if math.prod(grid_of(stored.shape, stored.chunk_shape)) > _MAX_CHUNKS:
         return f"the array has more than {_MAX_CHUNKS} chunks"
     if stored.inner_shape is not None:
-        size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
+        size = bytes_of(stored.shape, stored.dtype)
         most = _MAX_INNER + size // _SMALLEST_INNER_BYTES
         if math.prod(grid_of(stored.shape, stored.inner_shape)) > most:
             return f"inner chunks of shape {stored.inner_shape} are too small for {size} bytes"
@@ -276,7 +281,7 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
     for leaf, stored in leaves:
         least_bytes += each[id(stored)]
         if least_bytes > data_bytes:
-            size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
+            size = bytes_of(stored.shape, stored.dtype)
             array = f"{stored.dtype}{list(stored.shape)} needs {size} bytes"
             raise bad_leaf(leaf, file, f"{array}, but all data files together have {data_bytes}")
 

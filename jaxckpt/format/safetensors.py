@@ -14,7 +14,6 @@ size of the file bounds every allocation.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
 from jaxckpt.format import jsontext
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import bytes_of, dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
 from jaxckpt.format.tree import MAX_READ_LEVELS
 
@@ -68,7 +67,7 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return bytes_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
     order = sorted(tensors, key=lambda tensor: -dtype_of(tensor[1]).itemsize)
     end, entries = 0, {}
     for name, dtype, shape in order:
-        start, end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
+        start, end = end, end + bytes_of(shape, dtype)
         entries[name] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [start, end]}
     # Model readers want to know the framework's layout; all are the same, and all accept "pt".
     text = jsontext.dumps({_METADATA: {"format": "pt"}, **entries})
