@@ -48,7 +48,6 @@ class Latch:
             self._unset.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits, and returns whether it is set."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_set and (left_s := end_s - time.monotonic()) > 0:
             # Not at once: another thread may have been interrupted after it took the lock.
@@ -73,7 +72,6 @@ class Threads:
         self._under_way: set[Future[Any]] = set()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Lets a thread make a call."""
         future: Future[T] = Future()
         if sys.is_finalizing():  # no other thread runs any more
             _make(future, call)

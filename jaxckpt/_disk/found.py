@@ -191,7 +191,6 @@ class Found:
 
 
 def record_at(storage: Storage, path: str) -> Record:
-    """Reads the record of the checkpoint at a path."""
     file = f"{path}/{names.RECORD}"
     return step.decode_record(storage.read(file, max_bytes=step.MAX_RECORD_BYTES), file=file)
 

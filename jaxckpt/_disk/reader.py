@@ -202,7 +202,6 @@ def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
 
 
 def _keys(reads: Sequence[LeafRead]) -> Iterator[str]:
-    """Yields the keys of the values that are read."""
     for read in reads:
         prefix = read.leaf.prefix
         yield prefix + ZARR3

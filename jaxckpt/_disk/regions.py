@@ -28,7 +28,7 @@ _Task = tuple[int, Sequence[Any], Callable[[Any], None]]
 
 
 class Regions:
-    """One leaf whose regions are read within a window of memory."""
+    """One leaf whose regions are read within a window of memory; used like `Chunks`."""
 
     def __init__(self, item: Item, read: LeafRead, reader: Any, window_bytes: int) -> None:
         self.reads = (read,)
@@ -51,7 +51,6 @@ class Regions:
         )
 
     def start(self) -> None:
-        """Starts to fill the buffers; `finish` reports errors."""
         try:
             self._tasks = self._issue()
             self._fill_window()
@@ -59,7 +58,6 @@ class Regions:
             self._error = error
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits for the reads, and yields the buffers of a good leaf."""
         try:
             if self._error is not None:
                 raise self._error
@@ -77,7 +75,6 @@ class Regions:
         yield dict(zip(self._read.boxes, buffers, strict=True))
 
     def drop(self) -> None:
-        """Releases the buffers."""
         self._pending.clear()
         self._buffers.clear()
 

@@ -166,7 +166,7 @@ class _Piece(NamedTuple):
 
 
 class Tensors:
-    """Tensors that are read together, in pieces; adjacent whole tensors are one piece."""
+    """Tensors read together, in pieces, like `Chunks`; adjacent whole tensors are one piece."""
 
     def __init__(self, item: Item, reads: Sequence[LeafRead], pool: Pool) -> None:
         self.reads = reads
@@ -176,7 +176,6 @@ class Tensors:
         self._under_way: list[Future[int]] = []
 
     def start(self) -> None:
-        """Starts to fill the buffers; `finish` reports errors."""
         assert self._item.tensors is not None
         apart, whole = [], []
         memory, at = make_memory(self._item, *self.reads), 0
@@ -196,7 +195,6 @@ class Tensors:
         self._under_way = [self._pool.submit(self._fill, group) for group in groups]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits for the reads, and yields the buffers of each good leaf."""
         for one in self._under_way:
             landed(one.result())
         self._under_way.clear()
@@ -208,7 +206,6 @@ class Tensors:
                 yield dict(zip(read.boxes, buffers, strict=True))
 
     def drop(self) -> None:
-        """Releases the buffers."""
         self._under_way.clear()
         self._buffers.clear()
 

@@ -180,7 +180,6 @@ class Moments:
 
     @property
     def mean(self) -> float | None:
-        """Returns the mean; None without any numbers."""
         return self._mean * self._unit if self.count else None
 
     @property

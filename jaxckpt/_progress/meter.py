@@ -105,7 +105,6 @@ class Meter:
             self.done_bytes += size_bytes
 
     def timing(self) -> Timing:
-        """Returns the time taken so far."""
         return Timing(
             kind=self._kind,
             path=self._path,
@@ -125,7 +124,6 @@ class Meter:
         return tuple(found) if self.current == "meet" else ()  # it may have ended meanwhile
 
     def progress(self, *, ended: bool = False) -> Progress:
-        """Returns the current progress."""
         phase, done_bytes = self.current, self.done_bytes
         if self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes

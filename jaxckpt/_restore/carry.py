@@ -162,7 +162,6 @@ class Pack:
         return [convert(plan, _merged(plan, some, data)) for plan, some in pairs]
 
     def moved_bytes(self) -> int:
-        """Returns the bytes that this process gets from others."""
         return self.size_bytes - sum(piece.stop - piece.start for piece in self._mine())
 
     def _mine(self) -> Iterator[Piece]:

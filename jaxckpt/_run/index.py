@@ -380,7 +380,6 @@ class StepIndex(ListedRoot):
         return info
 
     def infos(self, numbers: Sequence[int]) -> list[StepInfo]:
-        """Returns the facts about steps."""
         if all(number in self._infos for number in numbers):
             return [self._infos[number] for number in numbers]
         return at_once(self.info, numbers, self.storage)

@@ -42,7 +42,6 @@ class StateReading:
         _items.check_stateful(self.objects)
 
     def read(self, index: StepIndex, step: int, check: Check) -> Any:
-        """Reads the state of a step."""
         self.meter = Meter("restore", index.path(step), step=step)
         source = _source(index, self.run, step, check, self._open)
         return restore_from(source, [self.like], self.request, meter=self.meter)
@@ -68,7 +67,6 @@ class ItemsReading:
     request: RestoreRequest
 
     def read(self, index: StepIndex, step: int, check: Check) -> dict[str, Any]:
-        """Reads the items of a step."""
 
         def read(open_: Callable[..., Any], like: Any = None) -> Any:
             source = _source(index, self.run, step, check, open_)

@@ -65,7 +65,6 @@ class Scratch:
         self._folder = f"{self.share.root}/{name}"
 
     def close(self) -> None:
-        """Removes the copies."""
         for attempt in self._attempts:
             attempt.release()
         try:
@@ -180,7 +179,6 @@ class Scratch:
         return came
 
     def begin(self) -> Transaction:
-        """Begins another copy."""
         path = f"{self._folder}/{next(self._numbers)}/{self._name}"
         attempt = begin(self.share.storage, path, overwrite=False)
         self._attempts.append(attempt)

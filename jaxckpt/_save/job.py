@@ -78,7 +78,6 @@ class SaveRequest:
 
     @property
     def processes(self) -> Processes:
-        """Returns all processes that save."""
         return self.group.job
 
 

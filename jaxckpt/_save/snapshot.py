@@ -51,7 +51,7 @@ _ALIKE: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class FileItem:
-    """An item of a few small files."""
+    """An item of a few small files, with the same methods as a `TreeItem`."""
 
     name: str
     mine: Mapping[str, bytes] = field(default_factory=dict)  # this process's files, by name
@@ -61,7 +61,6 @@ class FileItem:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the approximate size of the values in memory."""
         return sum(map(len, self.mine.values()))
 
     def arrive(self) -> None:
@@ -75,7 +74,6 @@ class FileItem:
         return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
-        """Returns the facts that the processes compare."""
         return {"item": "files"}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
@@ -85,7 +83,6 @@ class FileItem:
     def finish(
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
-        """Returns the files of all processes."""
         others = {names.process_file(i, processes.count): data for i, data in parts.items()}
         files = {**self.common(), **self.mine, **others}
         for folder in sorted({"", *map(posixpath.dirname, files)}):
@@ -218,7 +215,6 @@ Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
 
 
 def folder_of(item: SaveItem, work: Work) -> str:
-    """Returns the directory of an item."""
     return posixpath.join(work.path, item.name).rstrip("/")
 
 
@@ -232,7 +228,6 @@ class Items:
     take: Mapping[str, Callable[[str, Processes], SaveItem]]
 
     def taken(self, processes: Processes) -> list[SaveItem]:
-        """Copies all of them to the host."""
         return [take(name, processes) for name, take in self.take.items()]
 
 

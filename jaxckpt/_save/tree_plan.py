@@ -54,7 +54,6 @@ class TreePlan:
 
     @property
     def array_paths(self) -> list[Path]:
-        """Returns the paths of the leaves that are stored as arrays."""
         return [self.flat.paths[i] for i in self.flat.arrays]
 
     # What follows takes longer than all of the above, so it is made in the background.

@@ -63,7 +63,6 @@ def encode(value: object) -> Any:  # JSON
 
 
 def decode(value: Any, *, file: str) -> Any:  # JSON
-    """Undoes `encode`."""
     if isinstance(value, list):
         return [decode(child, file=file) for child in value]
     if not isinstance(value, dict):

@@ -90,7 +90,6 @@ def encode(value: Json) -> bytes:
 
 
 def decode(data: bytes) -> Json:
-    """Undoes `encode`."""
     return json.loads(data)
 
 

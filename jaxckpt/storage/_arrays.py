@@ -154,7 +154,6 @@ class Keys:
         _wait(self._store.write(key, data), self._spec)
 
     def clear(self) -> None:
-        """Deletes all keys."""
         self._store.delete_range(ts.KvStore.KeyRange()).result()
 
 

@@ -53,7 +53,6 @@ class UploadedFiles:
         self._files: dict[str, LargeFile] = {}
 
     def new(self, path: str) -> LargeFile:
-        """Begins the file that will be at `path`."""
         temporary = f"{self._folder.name}/{len(self._files)}"
         self._files[path] = LargeFile(temporary, temporary)  # errors name what is on this machine
         return self._files[path]
@@ -200,7 +199,6 @@ class LargeFile:
             self._status = os.fstat(self._fd)
 
     def write(self, offset: int, data: Any) -> None:  # whatever has the buffer protocol
-        """Writes bytes at an offset."""
         assert self._fd is not None  # not after `finish`
         rest = memoryview(data)
         with _about(self.path):

@@ -189,22 +189,18 @@ class WithoutDirectories:
         """Does nothing: a directory exists while a file is below it."""
 
     def delete_empty(self: Storage, path: str) -> bool:
-        """Returns whether nothing is below the directory."""
         return self.kind(path) is None
 
     def sync(self, path: str) -> None:
         """Does nothing: a file is durable once it is written."""
 
     def rename(self, src: str, dst: str) -> None:
-        """Raises io.UnsupportedOperation."""
         raise io.UnsupportedOperation(errno.ENOTSUP, "this store cannot rename", src, None, dst)
 
     def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
-        """Raises io.UnsupportedOperation."""
         raise io.UnsupportedOperation(errno.ENOTSUP, "this store has no links", src, None, dst)
 
     def exchange(self, a: str, b: str) -> bool:
-        """Returns False, since nothing was changed."""
         return False
 
 
