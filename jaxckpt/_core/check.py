@@ -23,9 +23,7 @@ R = TypeVar("R")
 
 # Names that people bring along, from Orbax, Flax, torch or a config, and what they are called here.
 _HABITS: Final = {
-    "restore": {
-        **dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like"),
-    },
+    "restore": {**dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like")},
     "save": {
         "state": "tree",
         "force": "overwrite",

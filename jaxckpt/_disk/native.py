@@ -71,13 +71,7 @@ def read_tree(found: Found, name: str, saved: Tree, before: int | None = None) -
 
 
 def make_item(
-    found: Found,
-    name: str,
-    saved: Tree,
-    *,
-    database: bool,
-    ours: bool,
-    before: int | None = None,
+    found: Found, name: str, saved: Tree, *, database: bool, ours: bool, before: int | None = None
 ) -> Item:
     """Makes an item whose shardings and checksums are read on first use."""
     path = found.items[name]

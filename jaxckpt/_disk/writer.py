@@ -98,11 +98,7 @@ def plan_writes(
         key, source = prefixes[i] + chunk_key(index), sources[i, write.shard]
         sums = slice(first, len(units))
         chunks.append(ChunkWrite(key, stored, direct[i], source, part, sums))
-    return WritePlan(
-        described=tuple(described),
-        chunks=tuple(chunks),
-        units=tuple(units),
-    )
+    return WritePlan(described=tuple(described), chunks=tuple(chunks), units=tuple(units))
 
 
 def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[str, bytes]:

@@ -125,9 +125,7 @@ class Checkpoint:
         from jaxckpt._restore.restore import RestoreRequest, Source, restore_from
 
         source = Source(
-            where=self.path,
-            within=partial(while_current, self._found),
-            open=lambda _: self._opened,
+            where=self.path, within=partial(while_current, self._found), open=lambda _: self._opened
         )
         target = [like]
         del like  # so that `restore_from` can drop the last reference to its arrays

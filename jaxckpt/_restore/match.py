@@ -193,11 +193,7 @@ class Match:
 
 
 def match(
-    saved: Sequence[Leaf],
-    wanted: Sequence[Wanted] | None,
-    request: RestoreRequest,
-    *,
-    where: str,
+    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, request: RestoreRequest, *, where: str
 ) -> Match:
     """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
     names, renamed = [leaf.path for leaf in saved], {}

@@ -202,11 +202,7 @@ class ShardingChooser:
     """
 
     def __init__(
-        self,
-        *,
-        mesh: Mesh | None,
-        shardings: Any,
-        saved: Callable[[], Mapping[str, SavedSharding]],
+        self, *, mesh: Mesh | None, shardings: Any, saved: Callable[[], Mapping[str, SavedSharding]]
     ) -> None:
         self._mesh = mesh
         self._saved = saved
@@ -229,12 +225,7 @@ class ShardingChooser:
             raise ValueError(f"shardings: no leaf or container named {', '.join(unknown)}")
 
     def sharding_of(
-        self,
-        path: Path,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: Any,
-        wanted: Wanted | None,
+        self, path: Path, name: str, shape: tuple[int, ...], dtype: Any, wanted: Wanted | None
     ) -> Sharding | None:
         """Returns the sharding of the leaf at `path`, named `name` in the checkpoint."""
         chosen = self.choose and self.choose(path, shape, dtype)

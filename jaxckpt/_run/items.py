@@ -55,12 +55,7 @@ def set_state(name: str, value: object, state: Any) -> None:
         methods[1](state)
 
 
-def take_item(
-    name: str,
-    value: object,
-    processes: Processes,
-    **options: Any,
-) -> SaveItem:
+def take_item(name: str, value: object, processes: Processes, **options: Any) -> SaveItem:
     """Copies an item to the host; the caller may change the value afterwards.
 
     Args:

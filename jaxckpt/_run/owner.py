@@ -52,11 +52,7 @@ class Ownership:
     """The right of this process to write to a run."""
 
     def __init__(
-        self,
-        leases: Leases,
-        *,
-        keep: Mapping[str, Any] | None = None,
-        ledger: Ledger | None = None,
+        self, leases: Leases, *, keep: Mapping[str, Any] | None = None, ledger: Ledger | None = None
     ) -> None:
         """Takes nothing yet.
 

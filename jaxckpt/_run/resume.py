@@ -201,11 +201,7 @@ class Resume(Candidates):
         )
 
     def _try_united(
-        self,
-        copy: Copy,
-        reading: Callable[[StepIndex, int, Check], Any],
-        *,
-        avoids_marked: bool,
+        self, copy: Copy, reading: Callable[[StepIndex, int, Check], Any], *, avoids_marked: bool
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
         disks = Coverage(
