@@ -158,12 +158,8 @@ class CheckpointManager:
         naming, near = None, LocalTier(local) if isinstance(local, str | os.PathLike) else local
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
-        self.budget_bytes, self.timeout_s, self.mode, self.keep = (
-            budget_bytes,
-            timeout_s,
-            mode,
-            keep,
-        )
+        self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
+        self.mode, self.keep = mode, keep
         self.restored_step: int | None = None
         self._item, self._on_progress = item, on_progress
         self._processes, writes = current().within(timeout_s), mode == "w"
