@@ -97,18 +97,15 @@ def _take(sizes: Sequence[int]) -> int:
 
 def _target(shard: jax.Array) -> Sharding | None:
     [device] = shard.sharding.device_set
-    return _pinned_on(device) if shard.sharding.memory_kind == _default_kind(device) else None
+    default, pinned = _places_on(device)
+    return pinned if shard.sharding.memory_kind == default else None
 
 
 @lru_cache(maxsize=1 << 12)  # of a `jax.Device`, which type checkers cannot resolve
-def _pinned_on(device: Any) -> Sharding | None:
+def _places_on(device: Any) -> tuple[str, Sharding | None]:
     import jax
 
-    if _KIND not in {memory.kind for memory in device.addressable_memories()}:
-        return None
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=_KIND)
-
-
-@lru_cache(maxsize=1 << 12)
-def _default_kind(device: Any) -> str:
-    return device.default_memory().kind
+    kinds, pinned = {memory.kind for memory in device.addressable_memories()}, None
+    if _KIND in kinds:
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind=_KIND)
+    return device.default_memory().kind, pinned

@@ -98,7 +98,6 @@ class Spread:
         return array
 
     def take(self, array: Any, convert: Convert) -> list[Any]:
-        del convert
         (plan,) = self.plans
         is_there = self.given is None or plan.layout is None
         return [array if is_there else in_layout(array, plan.layout)]

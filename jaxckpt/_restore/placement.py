@@ -312,7 +312,6 @@ def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int,
     by_path = {key_path(keys): value for keys, value in pairs}
 
     def nearest(path: Path, shape: tuple[int, ...], dtype: object) -> Any:
-        del shape, dtype
         for depth in range(len(path), -1, -1):
             if path[:depth] in by_path:
                 return by_path[path[:depth]]
