@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1738, 11, 20),
-    "manager open + save": (3970, 16, 41),
-    "open + save, local": (6324, 18, 130),
-    "restore(path, like)": (2263, 14, 8),
-    "manager.restore(like)": (2732, 18, 10),
-    "open": (599, 10, 5),
-    "verify": (1897, 15, 17),
+    "save again": (1733, 11, 20),
+    "manager open + save": (3958, 16, 41),
+    "open + save, local": (6306, 18, 130),
+    "restore(path, like)": (2240, 14, 8),
+    "manager.restore(like)": (2709, 18, 10),
+    "open": (598, 10, 5),
+    "verify": (1890, 15, 17),
 }
 
 
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
     "_convert": (1036, 682),
-    "_core": (2658, 1675),
-    "_disk": (5110, 3580),
-    "_inspect": (1219, 822),
-    "_progress": (225, 167),
-    "_restore": (2187, 1634),
-    "_run": (9764, 6731),
-    "_save": (2356, 1647),
+    "_core": (2651, 1672),
+    "_disk": (5089, 3570),
+    "_inspect": (1215, 819),
+    "_progress": (223, 167),
+    "_restore": (2170, 1618),
+    "_run": (9742, 6714),
+    "_save": (2345, 1643),
     "cli": (4680, 3374),
-    "format": (3291, 2169),
+    "format": (3294, 2170),
     "integrations": (478, 264),
-    "multihost": (954, 596),
+    "multihost": (953, 596),
     "orbax": (6152, 3762),
     "pages": (2483, 1775),
-    "storage": (4219, 2853),
+    "storage": (4212, 2853),
     "testing": (1018, 666),
 }
 
