@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from jaxckpt.pages._starts import starts_html
 from jaxckpt.pages._svg import Bar
 from jaxckpt.pages.notebook import json_html, listing, numbers, tree_head, tree_html
 from jaxckpt.pages.overview import RunOverview, StepOverview, overview, with_local
+from jaxckpt.storage import LocalStorage
 
 _MAX_CHARTS: Final = 12
 _MAX_ITEMS: Final = 20
@@ -100,18 +100,8 @@ def report(
     planned = "" if plan is None else plan_html(plan)
     page = _page(run, os.fspath(root), keep or run.keep, tiers, planned, now_s=time.time())
     _check_out(file)  # again, because making the page took a while
-    part = f"{file}.part-{secrets.token_hex(4)}"
-    try:
-        with open(part, "x", encoding="utf-8") as stream:
-            # A file name may contain bytes that are not text.
-            stream.write(page.encode("utf-8", "replace").decode())
-        os.replace(part, file)
-    except BaseException as error:
-        if os.path.exists(part):
-            os.remove(part)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # from `write`
-            raise OSError(error.errno, os.strerror(error.errno), file) from error
-        raise
+    # A file name may contain bytes that are not text.
+    LocalStorage().write(os.path.abspath(file), page.encode("utf-8", "replace"))
 
 
 def _check_out(file: str) -> None:
