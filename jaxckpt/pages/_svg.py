@@ -121,7 +121,7 @@ def _cuts(
     """Yields where a dimension is cut, from 0 to 1, and the hue of the mesh axis that cuts it."""
     if dim is None or parts[dim] == 1:
         return
-    axes = _axes_of(sharding, dim)
+    axes = axes_of(sharding, dim)
     sizes = [sharding.axis_sizes[axis] for axis in axes]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(axes))]
     step = -(-parts[dim] // _MAX_LINES)
@@ -130,7 +130,7 @@ def _cuts(
         yield cut / parts[dim], axis_hue(axis)
 
 
-def _axes_of(sharding: SavedSharding, dim: int) -> list[int]:
+def axes_of(sharding: SavedSharding, dim: int) -> list[int]:
     """Returns the numbers of the mesh axes that divide a dimension."""
     found = sharding.spec[dim] if dim < len(sharding.spec) else None
     names = () if found is None else (found,) if isinstance(found, str) else found
@@ -140,7 +140,7 @@ def _axes_of(sharding: SavedSharding, dim: int) -> list[int]:
 def _parts(sharding: SavedSharding, dims: int) -> tuple[list[int], int]:
     """Returns the number of parts of each dimension, and the number of devices of each part."""
     parts = [
-        math.prod(sharding.axis_sizes[axis] for axis in _axes_of(sharding, dim))
+        math.prod(sharding.axis_sizes[axis] for axis in axes_of(sharding, dim))
         for dim in range(dims)
     ]
     return parts, max(1, math.prod(sharding.axis_sizes) // math.prod(parts))

@@ -275,55 +275,45 @@ def _draw_key(ax: Axes, saved: SavedSharding) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
-    tints = {
-        axis: [_palette.tint(hue, i / 7) for i in range(8)]
-        for axis, hue in _dividing(saved).items()
-    }
-    if tints:
-        ax.legend(
-            handles=[tuple(Patch(color=colour) for colour in some) for some in tints.values()],
-            labels=[_plain(f"{axis}, 0 to {sizes[axis] - 1}") for axis in tints],
-            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-            handlelength=4,
-            frameon=False,
-            fontsize="small",
-            labelcolor=_ink(ax),
-            loc="upper left",
-            bbox_to_anchor=(1, 1),
-        )
+    if not (axes := _dividing(saved)):
+        return
+    tints = [[_palette.tint(axis, i / 7) for i in range(8)] for axis in axes]
+    ax.legend(
+        handles=[tuple(Patch(color=colour) for colour in some) for some in tints],
+        labels=[_plain(f"{saved.axis_names[i]}, 0 to {saved.axis_sizes[i] - 1}") for i in axes],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handlelength=4,
+        frameon=False,
+        fontsize="small",
+        labelcolor=_ink(ax),
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
 
 
-def _dividing(saved: SavedSharding) -> dict[str, int]:
-    """Returns the number of each mesh axis that divides the array, by its name."""
-    used = {
-        axis for axes in saved.spec for axis in ((axes,) if isinstance(axes, str) else axes or ())
-    }
-    sizes = zip(saved.axis_names, saved.axis_sizes, strict=True)
-    return {axis: i for i, (axis, size) in enumerate(sizes) if axis in used and size > 1}
+def _dividing(saved: SavedSharding) -> list[int]:
+    """Returns the numbers of the mesh axes that divide the array."""
+    used = {axis for dim in range(len(saved.spec)) for axis in _svg.axes_of(saved, dim)}
+    return sorted(axis for axis in used if saved.axis_sizes[axis] > 1)
 
 
 def _colours(saved: SavedSharding) -> dict[int, _palette.Colour]:
     """Returns the colour of each device: the product of its tints, one for each dividing axis."""
-    hues = _dividing(saved)
-    found = {}
-    for device, where in _positions(saved):
-        tints = [
-            _palette.tint(hue, where[axis] / (saved.axis_sizes[hue] - 1))
-            for axis, hue in hues.items()
-        ]
+    axes, found = _dividing(saved), {}
+    for device, at in _positions(saved):
+        tints = [_palette.tint(axis, at[axis] / (saved.axis_sizes[axis] - 1)) for axis in axes]
         red, green, blue = np.prod(tints, axis=0) if tints else _palette.NEUTRAL
         found[device] = red, green, blue
     return found
 
 
-def _positions(saved: SavedSharding) -> Iterator[tuple[int, dict[str, int]]]:
+def _positions(saved: SavedSharding) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields each device of the mesh, with its index on each axis."""
     if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # the file is not trusted
         raise ValueError(f"a mesh of {saved.axis_sizes} is too large to draw")
     for position, at in enumerate(np.ndindex(saved.axis_sizes)):
         device = saved.device_ids[position] if position < len(saved.device_ids) else position
-        yield device, dict(zip(saved.axis_names, at, strict=True))
+        yield device, at
 
 
 def _boxes(
@@ -358,15 +348,14 @@ def _saved_boxes(
 ) -> dict[int, tuple[tuple[int, int], ...]]:
     if saved.is_single_device:
         return {0: tuple((0, size) for size in shape)}
-    sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
     boxes = {}
-    for device, where in _positions(saved):
+    for device, at in _positions(saved):
         box = []
         for dim, size in enumerate(shape):
-            axes = saved.spec[dim] if dim < len(saved.spec) else None
             index, count = 0, 1
-            for axis in (axes,) if isinstance(axes, str) else axes or ():
-                index, count = index * sizes[axis] + where[axis], count * sizes[axis]
+            for axis in _svg.axes_of(saved, dim):
+                index = index * saved.axis_sizes[axis] + at[axis]
+                count *= saved.axis_sizes[axis]
             each = -(-size // count)
             box.append((min(index * each, size), min((index + 1) * each, size)))
         boxes[device] = tuple(box)
