@@ -6,7 +6,7 @@ import contextlib
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxckpt._disk.find import find
@@ -47,9 +47,9 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file, by its path relative to the top."""
+    """A file of a step, or of all that is below the top."""
 
-    path: str
+    item: str
     inode: tuple[int | str, int]  # identifies the file
     size_bytes: int
     is_shared: bool
@@ -76,7 +76,7 @@ def space(path: str) -> Space:
         parts = [part for part in parts if part[2]]  # others were deleted meanwhile
     else:
         found = _found(storage, where)
-        parts = [] if found is None else [_part(storage, found.path, None, tuple(found.items))]
+        parts = [] if found is None else [_part(storage, found.path, None, found.items)]
     # The path of an item means its checkpoint, as everywhere.
     top = parts[0][1] if parts and not steps else where
     files = _files(storage, top)
@@ -87,7 +87,7 @@ def space(path: str) -> Space:
         size_bytes=sum(file.size_bytes for file in everything),
         shared_bytes=sum(file.size_bytes for file in everything if file.is_shared),
         other_bytes=sum(f.size_bytes for f in everything) - sum(f.size_bytes for f in in_steps),
-        items=_items_of_all(parts),
+        items=_by_item(in_steps),
         branches=dict(sum((Counter(part.branches) for part in of_steps), Counter())),
         steps=tuple(of_steps),
     )
@@ -108,42 +108,33 @@ def _found(storage: Storage, where: str) -> Found | None:
 
 
 def _part(
-    storage: Storage, path: str, step: int | None, items: Sequence[str]
+    storage: Storage, path: str, step: int | None, items: Collection[str]
 ) -> tuple[Usage, str, list[_File]]:
-    files = _once(_files(storage, path))
+    files = _once(_files(storage, path, items))
     part = Usage(
         name=posixpath.basename(path),
         step=step,
         size_bytes=sum(file.size_bytes for file in files),
-        items=_by_item(files, items),
+        items=_by_item(files),
         branches=_branches(PathIn(storage, path), items),
     )
     return part, path, files
 
 
-def _items_of_all(parts: Iterable[tuple[Usage, str, list[_File]]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    seen: set[tuple[int | str, int]] = set()
-    for part, _, files in parts:
-        new = [file for file in files if file.inode not in seen]
-        seen.update(file.inode for file in new)
-        total.update(_by_item(new, tuple(part.items)))
-    return dict(total)
-
-
-def _by_item(files: Iterable[_File], items: Sequence[str]) -> dict[str, int]:
+def _by_item(files: Iterable[_File]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for file in files:
-        name, below, _ = file.path.partition("/")
-        flat = items == ("",)
-        sizes["" if flat else name if below and name in items else _ABOUT] += file.size_bytes
+        sizes[file.item] += file.size_bytes
     return dict(sorted(sizes.items()))
 
 
-_ABOUT = "(about it)"
+def _item_of(path: str, items: Collection[str]) -> str:
+    """Returns the item of a file, by its path in a checkpoint with these items."""
+    name, below, _ = path.partition("/")
+    return "" if [*items] == [""] else name if below and name in items else "(about it)"
 
 
-def _branches(path: PathIn, items: Sequence[str]) -> dict[str, int]:
+def _branches(path: PathIn, items: Collection[str]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for item in items:
         try:
@@ -158,10 +149,15 @@ def _branches(path: PathIn, items: Sequence[str]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _files(storage: Storage, top: str) -> list[_File]:
+def _files(storage: Storage, top: str, items: Collection[str] = ()) -> list[_File]:
     if storage.scheme != "file":
         return [
-            _File(path=name, inode=(f"{top}/{name}", 0), size_bytes=entry.size, is_shared=False)
+            _File(
+                item=_item_of(name, items),
+                inode=(f"{top}/{name}", 0),
+                size_bytes=entry.size,
+                is_shared=False,
+            )
             for name, entry in storage.files(top).items()
         ]
     folders = os.walk(top, onerror=_raise)
@@ -170,7 +166,7 @@ def _files(storage: Storage, top: str) -> list[_File]:
     for path in paths or [top] * (not os.path.isdir(top)):
         with contextlib.suppress(FileNotFoundError):  # deleted just now
             name = os.path.basename(top) if path == top else os.path.relpath(path, top)
-            found.append(_file(path, name))
+            found.append(_file(path, _item_of(name, items)))
     return found
 
 
@@ -179,10 +175,10 @@ def _raise(error: OSError) -> None:
         raise error
 
 
-def _file(path: str, relative: str) -> _File:
+def _file(path: str, item: str) -> _File:
     status = os.lstat(path)
     return _File(
-        path=relative,
+        item=item,
         inode=(status.st_dev, status.st_ino),
         size_bytes=status.st_size,
         is_shared=status.st_nlink > 1,
