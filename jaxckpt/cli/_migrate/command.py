@@ -40,6 +40,7 @@ class _File:
     """A file that uses Orbax, or that cannot be read.
 
     Attributes:
+        within: The given path in which it is.
         state: "unchanged", "to change", "changed", "by hand" or "error".
         why: Why it is to be changed by hand, or the error.
         stays: Whether it goes on using Orbax, or may, so that the others should too.
@@ -47,6 +48,7 @@ class _File:
     """
 
     path: str
+    within: str
     state: str
     why: Sequence[str] = ()
     names: Sequence[_Name] = ()
@@ -69,16 +71,10 @@ def migrate(paths: tuple[str, ...], write: bool, anyway: bool, partly: bool, as_
     """
     for path in paths:
         os.stat(path)
-    within, found = [], []
-    for path, top in _files(paths):
-        within.append(top)
-        found.append(_read_file(path, top, anyway=anyway))
-    pairs = [*zip(within, found, strict=True)]
-    waiting = {top for top, file in pairs if file.stays and not partly}
+    found = [_read_file(path, within, anyway=anyway) for path, within in _files(paths)]
+    waiting = {file.within for file in found if file.stays and not partly}
     if write:
-        found = [
-            file if top in waiting else _changed(file, top, anyway=anyway) for top, file in pairs
-        ]
+        found = [f if f.within in waiting else _changed(f, anyway=anyway) for f in found]
     files = [file for file in found if file.names or file.why or file.changes]
     if as_json:
         facts = {"write": write, "read": len(found), "files": [_facts(file) for file in files]}
@@ -135,21 +131,20 @@ def _read_file(path: str, within: str, *, anyway: bool) -> _File:
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         why = f"not Python: {where}{error.msg}"
-        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
     except LookupError as error:  # a codec that is not of text, such as rot13
         why = f"its encoding is unknown: {error}"
-        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         why = getattr(error, "strerror", "") or str(error)
-        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
-    return _examined(path, within, source, anyway=anyway)
+    else:
+        return _examined(path, within, source, anyway=anyway)
+    return _File(path=path, within=within, state="error", why=[why], stays=b"orbax" in data)
 
 
-def _changed(file: _File, within: str, *, anyway: bool) -> _File:
+def _changed(file: _File, *, anyway: bool) -> _File:
     """Rewrites a file if its state is "to change"."""
     if file.state != "to change":
         return file
-    if _read_file(file.path, within, anyway=anyway) != file:
+    if _read_file(file.path, file.within, anyway=anyway) != file:
         return replace(file, state="error", why=["not changed: it was written meanwhile"])
     try:
         _put(file.path, parse(_read(file.path)).rewritten())
@@ -177,9 +172,15 @@ def _examined(path: str, within: str, source: Program, *, anyway: bool) -> _File
     why += [_path_problem(path, within)] if source.changes else []
     why = list(filter(None, why))
     state = "by hand" if why else "to change" if source.changes else "unchanged"
-    changes = [(c.line, c.old, c.new) for c in source.changes if not c.problem]
-    stays = state == "by hand"
-    return _File(path=path, state=state, why=why, names=names, changes=changes, stays=stays)
+    return _File(
+        path=path,
+        within=within,
+        state=state,
+        why=why,
+        names=names,
+        changes=[(c.line, c.old, c.new) for c in source.changes if not c.problem],
+        stays=state == "by hand",
+    )
 
 
 def _path_problem(path: str, within: str) -> str:
