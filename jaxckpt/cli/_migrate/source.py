@@ -156,28 +156,24 @@ def _binds_drop_in(alias: ast.alias, text: str) -> bool:
 
 def _meanings(node: ast.AST, text: str) -> list[tuple[ast.alias, str, str]]:
     """Returns each name that an import binds, and the name's meaning."""
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        origin = _origin(node)
-        return [
-            (alias, alias.asname or alias.name, DROP_IN)
-            if origin == "jaxckpt" and alias.name == "checkpoint"
-            else (alias, alias.asname or alias.name, f"{origin}.{alias.name}")
-            for alias in node.names
-        ]
-    if not isinstance(node, ast.Import):
+    if isinstance(node, ast.Import):
+        return [(alias, *_meaning(alias, text)) for alias in node.names]
+    if not isinstance(node, ast.ImportFrom) or node.level:
         return []
-    return [
-        (alias, alias.asname, _moved(alias.name))
-        if alias.asname and not _binds_drop_in(alias, text)
-        else (alias, *_top(alias, text))
-        for alias in node.names
-    ]
+    found, origin = [], _origin(node)
+    for alias in node.names:
+        is_drop_in = origin == "jaxckpt" and alias.name == "checkpoint"
+        meaning = DROP_IN if is_drop_in else f"{origin}.{alias.name}"
+        found.append((alias, alias.asname or alias.name, meaning))
+    return found
 
 
-def _top(alias: ast.alias, text: str) -> tuple[str, str]:
-    """Returns what `import a.b` binds."""
+def _meaning(alias: ast.alias, text: str) -> tuple[str, str]:
+    """Returns the name that `import a.b` or `import a.b as c` binds, and its meaning."""
     top = alias.name.partition(".")[0]
-    return alias.asname or top, DROP_IN if _binds_drop_in(alias, text) else top
+    if _binds_drop_in(alias, text):
+        return alias.asname or top, DROP_IN
+    return (alias.asname, _moved(alias.name)) if alias.asname else (top, top)
 
 
 # --- names --------------------------------------------------------------------------------------
