@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -93,8 +94,4 @@ class Host:
 
 def placed(sharding: NamedSharding, shape: tuple[int, ...]) -> Placement:
     """Returns the shards of an array on the hosts."""
-    return placement_of(sharding, shape, _process_of)
-
-
-def _process_of(device: Device) -> int:
-    return device.process_index
+    return placement_of(sharding, shape, attrgetter("process_index"))

@@ -109,10 +109,7 @@ def forecast(
         after_s=0.0 if moved_bytes == 0 else carried_s,
     )
     disk = _transfer("restore from disks", [one.restore_disk for one in each], rates.disk)
-    mtbf_s = None
-    if rates.mtbf_s is not None:
-        hours = rates.mtbf_s / 3600
-        mtbf_s = job_mtbf_s(hours, cluster.hosts)
+    mtbf_s = rates.mtbf_s and job_mtbf_s(rates.mtbf_s / 3600, cluster.hosts)
     values, held = max(x.values_bytes for x in each), max(x.held_bytes for x in each)
     restarts = [one.seconds for one in (direct, once) if one.seconds is not None]
     blocked_s, blocked_disk_s = (_seconds([size], rates.copy) for size in (values, held))
@@ -121,14 +118,16 @@ def forecast(
     outlooks = (
         _outlook(
             "store",
-            (blocked_s, committed_s, min(restarts, default=None), mtbf_s),
+            Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=min(restarts, default=None)),
+            mtbf_s,
             durable_s=committed_s,
             memory_bytes=values,
             disk_bytes=0,
         ),
         _outlook(
             "local disks",
-            (blocked_disk_s, near_s, disk.seconds, mtbf_s),
+            Costs(blocked_s=blocked_disk_s, save_s=near_s, restore_s=disk.seconds),
+            mtbf_s,
             durable_s=_sum(near_s, save.seconds),
             memory_bytes=held,
             disk_bytes=KEPT_STEPS * save_disk.busiest.bytes,
@@ -190,16 +189,15 @@ def _sum(*seconds: float | None) -> float | None:
 
 def _outlook(
     name: str,
-    times: tuple[float | None, float | None, float | None, float | None],
+    costs: Costs,
+    mtbf_s: float | None,
     *,
     durable_s: float | None,
     memory_bytes: int,
     disk_bytes: int,
 ) -> Outlook:
-    blocked_s, committed_s, restart_s, mtbf_s = times
     interval_s, goodput, curve = None, None, []
-    if mtbf_s and blocked_s is not None and committed_s is not None and restart_s is not None:
-        costs = Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=restart_s)
+    if mtbf_s and None not in (costs.blocked_s, costs.save_s, costs.restore_s):
         interval_s = best_interval_s(costs, mtbf_s)
         goodput_at = partial(expected, costs, mtbf_s)
         goodput = goodput_at(interval_s)
@@ -207,10 +205,10 @@ def _outlook(
         curve = [(seconds, goodput_at(seconds)) for seconds in intervals]
     return Outlook(
         name=name,
-        blocked_s=blocked_s,
-        committed_s=committed_s,
+        blocked_s=costs.blocked_s,
+        committed_s=costs.save_s,
         durable_s=durable_s,
-        restart_s=restart_s,
+        restart_s=costs.restore_s,
         interval_s=interval_s,
         goodput=goodput,
         host_memory_bytes=memory_bytes,
