@@ -99,9 +99,8 @@ def _part(start: Start, after: Start | None, upto: int, usual_s: float) -> Part:
         usual_s: The seconds of a step, if this start has not measured them.
     """
     base, reached = _base(start), start.reached or 0
-    kept, lost = (
-        (0, 0) if base is None else (max(0, upto - base), max(0, reached - max(upto, base)))
-    )
+    kept = 0 if base is None else max(0, upto - base)
+    lost = 0 if base is None else max(0, reached - max(upto, base))
     until_s = start.seen_s if after is None or start.end in _ON_PURPOSE else after.opened_s
     wall_s = max(0.0, until_s - start.opened_s)
     step_s = start.trained_s / n if (n := _measured(start)) else usual_s
@@ -174,10 +173,8 @@ def _advice(found: Account) -> list[str]:
         return []
     known = "" if found.failures >= ENOUGH else ", assumed until three failures"
     mtbf = f"with an MTBF of {duration(found.mtbf_s)}{known}"
-    best_s, goodput_at = (
-        best_interval_s(found.costs, found.mtbf_s),
-        partial(expected, found.costs, found.mtbf_s),
-    )
+    best_s = best_interval_s(found.costs, found.mtbf_s)
+    goodput_at = partial(expected, found.costs, found.mtbf_s)
     best = goodput_at(best_s)
     gain = best - goodput_at(found.interval_s)
     texts = [f"the interval between saves, {duration(found.interval_s)}, is near the best, {mtbf}"]
@@ -187,9 +184,8 @@ def _advice(found: Account) -> list[str]:
             f"about {gain:.1%}, {mtbf}: SavePolicy.auto()"
         ]
     near = Costs(blocked_s=found.costs.blocked_s)  # no tier is faster
-    if (
-        gain := expected(near, found.mtbf_s, best_interval_s(near, found.mtbf_s)) - best
-    ) > _NOTABLE:
+    gain = expected(near, found.mtbf_s, best_interval_s(near, found.mtbf_s)) - best
+    if gain > _NOTABLE:
         texts.append(
             f"a local tier would add up to {gain:.1%}: a save takes "
             f"{duration(found.costs.save_s or 0.0)}, a restore "
