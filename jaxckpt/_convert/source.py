@@ -166,19 +166,10 @@ def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Nod
     if node is None:
         return path in chosen, None
     keys = node.keys if node.keys is not None else (None,) * len(node.names)
-    selected = [
-        (name, key, child)
-        for name, key, (is_there, child) in zip(
-            node.names,
-            keys,
-            [
-                _pruned(child, (*path, name), chosen)
-                for name, child in zip(node.names, node.children, strict=True)
-            ],
-            strict=True,
-        )
-        if is_there
-    ]
+    selected = []
+    for name, key, child in zip(node.names, keys, node.children, strict=True):
+        is_there, part = _pruned(child, (*path, name), chosen)
+        selected += [(name, key, part)] if is_there else []
     if len(selected) == len(node.names):
         return bool(selected), replace(node, children=tuple(child for _, _, child in selected))
     is_dict = node.type in ("dict", "odict")
