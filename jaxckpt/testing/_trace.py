@@ -232,42 +232,41 @@ def compare(wanted: Trace, other: Trace, saved: Saved | None) -> None:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Difference:
     """The first step that differs, and what can be told from it."""
 
-    def __init__(
-        self,
-        wanted: Trace,
-        other: Trace,
-        row: Row,
-        names: Sequence[str],
-        saved: Saved | None,
-    ) -> None:
-        self._wanted, self._other, self._row = wanted, other, row
-        self._names, self._saved = names, saved
-        self._whole = wanted.after(row.step)
-        self._state = [name for name in names if not _is_outside(name)]
+    wanted: Trace
+    other: Trace
+    row: Row  # of the other run
+    names: Sequence[str]  # of what differs
+    saved: Saved | None
+
+    @property
+    def _whole(self) -> Row:
+        return self.wanted.after(self.row.step)
 
     def error(self) -> ResumeDiffers:
         kind, name, why = self._judged()
-        wanted, got = self._whole.of(name).beside(self._row.of(name))
+        wanted, got = self._whole.of(name).beside(self.row.of(name))
         run = "another run from the start"
-        if self._saved is not None:
-            run = f"the run resumed from step {self._other.start}"
+        if self.saved is not None:
+            run = f"the run resumed from step {self.other.start}"
         leaf = name.removeprefix("state/")
-        others = [n.removeprefix("state/") for n in self._names if n != name]
+        others = [n.removeprefix("state/") for n in self.names if n != name]
         also = f"\n  also different: {', '.join(others[:8])}" if others else ""
         return ResumeDiffers(
-            f"{run} differs from the uninterrupted run, first after step {self._row.step}\n"
+            f"{run} differs from the uninterrupted run, first after step {self.row.step}\n"
             f"  {leaf}   uninterrupted {wanted}   here {got}{also}\n  {kind}: {why}",
-            step=self._row.step,
+            step=self.row.step,
             leaf=leaf,
             kind=kind,
         )
 
     def _judged(self) -> tuple[Kind, str, str]:
         """Returns the kind, the name of the thing to show, and the reason."""
-        names, row = self._names, self._row
+        names, row = self.names, self.row
+        state = [name for name in names if not _is_outside(name)]
         if batches := [name for name in names if name.startswith("batch")]:
             return "data order", batches[0], self._whose_batch(batches)
         if keys := [name for name in names if row.of(name).is_key]:
@@ -277,41 +276,41 @@ class _Difference:
             return "rng", names[0], why
         is_rounding = all(self._whole.of(name).is_rounding(row.of(name)) for name in names)
         moved = self._moved()
-        if is_rounding and (moved or self._saved is None):
+        if is_rounding and (moved or self.saved is None):
             why = f"only last bits differ. {moved or 'The loop differs from run to run by itself.'}"
             return "reduction order", names[0], why
-        if self._saved is None:
+        if self.saved is None:
             return "not deterministic", names[0], "no kill was needed for it to differ."
         if is_rounding:
-            return "state" if self._state else "unsaved value", names[0], _BITS
-        anew = [name for name in self._state if self._begins_anew(name)]
+            return "state" if state else "unsaved value", names[0], _BITS
+        anew = [name for name in state if self._begins_anew(name)]
         if anew or ("loss" not in names and not self._was_equal()):
-            name = (anew or self._state)[0]
+            name = (anew or state)[0]
             return "state", name, self._origin(name)
         return "unsaved value", names[0], self._outside()
 
     def _whose_batch(self, batches: Sequence[str]) -> str:
-        steps = self._wanted.steps_with({name: self._row.of(name) for name in batches})
+        steps = self.wanted.steps_with({name: self.row.of(name) for name in batches})
         if not steps:
             return "no step of the uninterrupted run read this batch."
         return f"this is the batch of step {steps[0]}. Was the position of the iterator restored?"
 
     def _generators(self) -> list[str]:
         """Returns the global generators that the loop uses, and that are elsewhere now."""
-        whole = self._wanted.rows
+        whole = self.wanted.rows
         return [
             name
-            for name in self._row.things
+            for name in self.row.things
             if name.startswith(_GLOBAL)
-            and self._row.of(name).digest != self._whole.of(name).digest
+            and self.row.of(name).digest != self._whole.of(name).digest
             and whole[0].of(name).digest != whole[-1].of(name).digest
         ]
 
     def _moved(self) -> str:
         """Returns a thing whose sharding has differed: sums then have another order."""
-        for row in self._other.rows[: self._other.rows.index(self._row) + 1]:
+        for row in self.other.rows[: self.other.rows.index(self.row) + 1]:
             for name, thing in row.things.items():
-                before = self._wanted.after(row.step).of(name).sharding
+                before = self.wanted.after(row.step).of(name).sharding
                 if before and thing.sharding and before != thing.sharding:
                     leaf = name.removeprefix("state/")
                     return f"{leaf} had the sharding {before}, and now has {thing.sharding}."
@@ -319,22 +318,22 @@ class _Difference:
 
     def _begins_anew(self, name: str) -> bool:
         """Returns whether a leaf is as it was as many steps after the first start."""
-        steps = self._row.step - self._other.start
-        then = self._wanted.after(self._wanted.start + steps)
-        return then.of(name).digest == self._row.of(name).digest
+        steps = self.row.step - self.other.start
+        then = self.wanted.after(self.wanted.start + steps)
+        return then.of(name).digest == self.row.of(name).digest
 
     def _was_equal(self) -> bool:
         """Returns whether the state before this step is known to be equal."""
-        return self._row is not self._other.rows[0]
+        return self.row is not self.other.rows[0]
 
     def _origin(self, name: str) -> str:
-        if self._saved is None or self._row.step > self._other.start + 1:
+        if self.saved is None or self.row.step > self.other.start + 1:
             return "It was equal after the step before."
         begins = " It is as after a new start." if self._begins_anew(name) else ""
-        return self._saved.origin(name.removeprefix("state/")) + begins
+        return self.saved.origin(name.removeprefix("state/")) + begins
 
     def _outside(self) -> str:
-        has_batch = any(name.startswith("batch") for name in self._row.things)
+        has_batch = any(name.startswith("batch") for name in self.row.things)
         before = ["the state before"] * self._was_equal() + ["the batch"] * has_batch
         verb = "are" if len(before) > 1 else "is"
         equal = f", though {' and '.join(before)} {verb} equal" if before else ""
