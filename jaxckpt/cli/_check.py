@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -90,23 +90,11 @@ def _code(*reports: VerifyReport) -> int:
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance (default 0).")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance (default 0).")
 @_options.as_json
-def diff(
-    a: str,
-    b: str,
-    item: str | None,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    no_values: bool,
-    rtol: float,
-    atol: float,
-    as_json: bool,
-) -> int:
+def diff(a: str, b: str, no_values: bool, as_json: bool, **how: Any) -> int:
     """Compare two checkpoints: structure, shapes, dtypes, values. Exits with 1 if they differ."""
     from jaxckpt._inspect.diff import diff as compare
 
-    found = compare(
-        a, b, item=item, values=not no_values, rtol=rtol, atol=atol, **_options.chosen(only, skip)
-    )
+    found = compare(a, b, values=not no_values, **how)  # the arguments have the options' names
     if as_json:
         _output.print_json(_differences(found))
     elif found.equal or not sys.stdout.isatty():

@@ -13,7 +13,7 @@ import posixpath
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -316,25 +316,19 @@ def plan(
     default="min",
     help="Whether the least or the greatest is best (default min).",
 )
-@click.option("--newer-than", type=_options.AGE, help="Keep steps newer than AGE: 12h, 7d, 2w.")
+@click.option(
+    "--newer-than",
+    "newer_than_s",
+    type=_options.AGE,
+    help="Keep steps newer than AGE: 12h, 7d, 2w.",
+)
 @click.option("--no-verify", is_flag=True, help="Do not first read the steps that stay.")
 @_options.dry_run
 @_options.yes
 @click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
 @_options.as_json
 def gc(
-    root: str,
-    last: int | None,
-    every_steps: int | None,
-    best: int | None,
-    metric: str | None,
-    mode: Literal["min", "max"],
-    newer_than: float | None,
-    no_verify: bool,
-    dry_run: bool,
-    yes: bool,
-    no_job: bool,
-    as_json: bool,
+    root: str, no_verify: bool, dry_run: bool, yes: bool, no_job: bool, as_json: bool, **rules: Any
 ) -> int:
     """Delete the steps of a run that no rule keeps. A step stays if any rule keeps it.
 
@@ -350,18 +344,12 @@ def gc(
     from jaxckpt.pages.overview import overview, policy_of
     from jaxckpt.storage import locate
 
+    best, metric = rules["best"], rules["metric"]
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
-    if best is None and (metric, mode) != (None, "min"):
+    if best is None and (metric, rules["mode"]) != (None, "min"):
         raise click.UsageError("--metric and --mode need --best, the number of steps to keep.")
-    policy = KeepPolicy(
-        last=last,
-        every_steps=every_steps,
-        best=best,
-        metric=metric,
-        mode=mode,
-        newer_than_s=newer_than,
-    )
+    policy = KeepPolicy(**rules)
     if not policy.has_rules:
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     found = overview(root)

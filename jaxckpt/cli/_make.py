@@ -1,4 +1,7 @@
-"""`convert`, `export`, `import`, `fork`, `upload` and `heal`: one checkpoint from another."""
+"""`convert`, `export`, `import`, `fork`, `upload` and `heal`: one checkpoint from another.
+
+The options in `how` are the arguments of the same names of the function that does it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import io
 import os
 import posixpath
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -30,17 +34,7 @@ from jaxckpt.format.run import is_like_step
 @_options.yes
 @_options.as_json
 def convert(
-    src: str,
-    dst: str,
-    item: str | None,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    dtype: str | None,
-    compression: str | None,
-    ocdbt: bool,
-    overwrite: bool,
-    yes: bool,
-    as_json: bool,
+    src: str, dst: str, item: str | None, overwrite: bool, yes: bool, as_json: bool, **how: Any
 ) -> None:
     """Copy a checkpoint, or a part of it, in another dtype if wanted. Also called `cp`.
 
@@ -51,16 +45,7 @@ def convert(
 
     ckpt = open_checkpoint(src, item=item)
     with _writing(dst, overwrite=overwrite, yes=yes):
-        convert_checkpoint(
-            src,
-            dst,
-            item=item,
-            dtype=dtype,
-            compression=compression,
-            ocdbt=ocdbt,
-            overwrite=overwrite,
-            **_options.chosen(only, skip),
-        )
+        convert_checkpoint(src, dst, item=item, overwrite=overwrite, **how)
     left = [name for name in ckpt.items if name != ckpt.item]
     _wrote(dst, as_json=as_json, not_copied=left)
     if left and not as_json:
@@ -76,24 +61,14 @@ def convert(
 @_options.dtype
 @click.option(
     "--max-shard",
+    "max_shard_bytes",
     type=_options.SIZE,
     help="Split into files of at most SIZE, such as 5GB.",
 )
 @_options.overwrite
 @_options.yes
 @_options.as_json
-def export(
-    src: str,
-    path: str,
-    item: str | None,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    dtype: str | None,
-    max_shard: int | None,
-    overwrite: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+def export(src: str, path: str, overwrite: bool, yes: bool, as_json: bool, **how: Any) -> None:
     """Write the arrays of a checkpoint to safetensors.
 
     PATH is a `.safetensors` file. With --max-shard there may be several files and an index, as on
@@ -103,15 +78,7 @@ def export(
 
     if overwrite and (there := files_of_model(path)):
         _output.confirm(f"Replace {', '.join(there)}?", yes=yes)
-    file = export_safetensors(
-        src,
-        path,
-        item=item,
-        dtype=dtype,
-        max_shard_bytes=max_shard,
-        overwrite=overwrite,
-        **_options.chosen(only, skip),
-    )
+    file = export_safetensors(src, path, overwrite=overwrite, **how)
     _wrote(file, as_json=as_json)
 
 

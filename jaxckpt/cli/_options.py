@@ -77,13 +77,18 @@ AGE: Final = _Quantity("age", seconds_of)
 STEP: Final = click.IntRange(min=0)
 STEP.name = "number of a step"  # for errors
 
+
+def _or_none(ctx: click.Context, param: click.Parameter, globs: tuple[str, ...]) -> Any:
+    return list(globs) or None
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 dry_run = click.option("--dry-run", "-n", is_flag=True, help="Only show what would be done.")
 item = click.option("--item", metavar="NAME", help="The item, if there are several trees.")
 dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays: bfloat16, ...")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
-_globs = partial(click.option, multiple=True, metavar="GLOB")
+_globs = partial(click.option, multiple=True, metavar="GLOB", callback=_or_none)
 only = _globs("--only", help="Only these leaf paths. Repeatable.")
 skip = _globs("--skip", help="Leave out these leaf paths. Repeatable.")
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
@@ -149,8 +154,3 @@ def _step(root: str, number: int, *, maybe: bool) -> str | None:
     if number not in steps and (maybe or not steps):
         return None
     return f"{root}/{posixpath.basename(index.check_step(number))}"
-
-
-def chosen(only: tuple[str, ...], skip: tuple[str, ...]) -> dict[str, list[str] | None]:
-    """Returns the Python arguments for `only` and `skip`; None if not given."""
-    return {"only": list(only) or None, "skip": list(skip) or None}
