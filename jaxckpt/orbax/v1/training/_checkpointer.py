@@ -1,11 +1,12 @@
-"""`Checkpointer`: the checkpoints of a training run."""
+"""`Checkpointer`: the checkpoints of a training run, and their metadata."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import operator
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from etils import epath
@@ -22,7 +23,6 @@ from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
 from jaxckpt.orbax.v1._deletion import check_arguments
 from jaxckpt.orbax.v1._saving import STATE, AsyncResponse, Done, SaveResponse, check_names, renamed
-from jaxckpt.orbax.v1.training._metadata import CheckpointMetadata, RootMetadata
 from jaxckpt.orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
 from jaxckpt.types import StepInfo
 
@@ -33,6 +33,27 @@ _DEFAULT = policies.AnySavePolicy(
         policies.PreemptionCheckpointingPolicy(),
     ]
 )
+
+
+@dataclass(kw_only=True)
+class CheckpointMetadata(_metadata.CheckpointMetadata[Any]):
+    """The metadata of a step."""
+
+    step: int
+    metrics: Any = None
+
+    @property
+    def time(self) -> datetime.datetime | None:
+        """Returns when it was committed."""
+        return self.commit_timestamp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootMetadata:
+    """The metadata of a run."""
+
+    directory: epath.Path
+    custom_metadata: Any = None
 
 
 @final
