@@ -19,7 +19,6 @@ from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
-_PREEMPTION: Final = "PreemptionCheckpointingPolicy"
 Steps = Callable[[], Sequence[StepInfo]]  # the steps of the run, the oldest first
 
 
@@ -87,14 +86,11 @@ class SaveDecisionPolicy(Protocol):
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """Returns whether a step is saved; the clock is asked only by a manager."""
-        if context.reached_preemption and any(
-            type(one).__name__ == _PREEMPTION for one in _each(self)
-        ):
-            return True
         policy = save_policy(self, list)
+        is_last = policy.on_preemption and context.reached_preemption
         by_time = bool(policy.continuous) and not context.is_saving_in_progress
         is_first = bool(policy.first) and not previous_steps
-        return by_time or is_first or policy.matches(step.step) is not None
+        return is_last or by_time or is_first or policy.matches(step.step) is not None
 
 
 @dataclass
@@ -249,7 +245,7 @@ _SAVE: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "FixedIntervalPolicy": lambda p: {"every_steps": p.interval} if p.interval else {},
     "SpecificStepsPolicy": lambda p: {"when": lambda step: step in p.steps},
     "ContinuousCheckpointingPolicy": _continuous,
-    _PREEMPTION: lambda p: {"on_preemption": True},
+    "PreemptionCheckpointingPolicy": lambda p: {"on_preemption": True},
     "InitialSavePolicy": lambda p: {"first": True},
 }
 
