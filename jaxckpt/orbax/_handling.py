@@ -228,7 +228,7 @@ class Ours(AsyncCheckpointHandler):
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         """Writes an object into a directory, replacing a checkpoint there."""
-        items = Several(self._stored(made(self, "save", args, kwargs)))
+        items = Several(self._stored(made(type(self).__mro__, "save", args, kwargs)))
         try:
             save(directory, items, item=None, overwrite=True)
         except StepExists:  # another handler writes there too
@@ -246,7 +246,8 @@ class Ours(AsyncCheckpointHandler):
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the object in a directory."""
-        return self._restored(os.fspath(directory), made(self, "restore", args, kwargs))
+        given = made(type(self).__mro__, "restore", args, kwargs)
+        return self._restored(os.fspath(directory), given)
 
     @classmethod
     def typestr(cls) -> str:
@@ -285,18 +286,14 @@ class Loose(args.CheckpointArgs):
     named: Mapping[str, Any]
 
 
-def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args among the arguments of a call, or args made by the handler's class."""
-    return _made(type(handler).__mro__, verb, given, named)
-
-
 def made_for(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Returns the args of a call, or its arguments for a handler that lacks args of its own."""
     classes = type(handler).__mro__ if _is_plain(handler, verb) else (type(handler),)
-    return _made(classes, verb, given, named)
+    return made(classes, verb, given, named)
 
 
-def _made(classes: Iterable[type], verb: str, given: Any, named: Mapping[str, Any]) -> Any:
+def made(classes: Iterable[type], verb: str, given: Any, named: Mapping[str, Any]) -> Any:
+    """Returns the args among the arguments of a call, or args made by the first class with args."""
     for one in (*given, *named.values()):
         if args.is_args(one):
             return args.as_ours(one)

@@ -68,7 +68,7 @@ class Run(Closing):
     def _open(self) -> CheckpointManager:
         """Returns the manager that saves; a new one if another took over in this process."""
         writer = self._writer
-        if writer is None or self._is_closed():
+        if writer is None or saver_of(writer).ended:
             self._raise_errors()
             self._writer = writer = CheckpointManager(
                 self._index.root,
@@ -80,9 +80,6 @@ class Run(Closing):
             )
             _open[self._index.root] = writer, self._index
         return writer
-
-    def _is_closed(self) -> bool:
-        return self._writer is None or bool(saver_of(self._writer).ended)
 
     @property
     def directory(self) -> epath.Path:  # of the class: programs mock it

@@ -163,9 +163,8 @@ class AsyncCheckpointer(Checkpointer):
 class StandardCheckpointer(AsyncCheckpointer):
     """Saves trees of arrays in the background; no args are needed."""
 
-    def __init__(self, **tuning: Any) -> None:
-        own = {name: tuning.pop(name) for name in [*tuning] if name in ("use_ocdbt",)}
-        super().__init__(handlers.StandardCheckpointHandler(**own), **tuning)
+    def __init__(self, *, use_ocdbt: bool = True, **tuning: Any) -> None:
+        super().__init__(handlers.StandardCheckpointHandler(use_ocdbt=use_ocdbt), **tuning)
 
     def save(self, directory: str | os.PathLike[str], state: Any, **options: Any) -> None:
         """Starts to save a tree."""

@@ -121,12 +121,10 @@ class TreeMetadata(Mapping[Any, Any]):
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the children of the tree with their keys."""
-        below, tree = tree_util.tree_flatten_with_path(self.tree, is_leaf=self._is_below)
+        top = self.tree
+        below, tree = tree_util.tree_flatten_with_path(top, is_leaf=lambda node: node is not top)
         pairs = [(keys[0], child) for keys, child in below if keys]
-        return (pairs or [(tree_util.GetAttrKey("tree"), self.tree)]), (tree, self.custom_metadata)
-
-    def _is_below(self, node: Any) -> bool:
-        return node is not self.tree
+        return (pairs or [(tree_util.GetAttrKey("tree"), top)]), (tree, self.custom_metadata)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> TreeMetadata:

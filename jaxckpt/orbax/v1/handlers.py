@@ -339,8 +339,8 @@ def for_save(registry: CheckpointableHandlerRegistry, value: Any, name: str) -> 
     """Returns the function that takes a value, by the handler that saves it."""
     if value is None:
         raise ValueError(f"checkpointable must not be None for saving: {name!r}")
-    entries = [(kind, named) for kind, named in registry.get_all_entries()]
-    fitting = [h for kind, named in entries if not named and (h := kind()).is_handleable(value)]
+    kinds = [kind for kind, named in registry.get_all_entries() if not named]
+    fitting = [handler for kind in kinds if (handler := kind()).is_handleable(value)]
     is_stateful = isinstance(value, StatefulCheckpointable) and fitting
     if registry.has(name) and not is_stateful:
         handler = registry.get(name)()
