@@ -6,42 +6,13 @@ _resume       a training loop that is killed and has to resume with the same bit
 _trace        what a loop has after each step, and what kind of thing differs
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # the names of `_LAZY`, for type checkers
-    from jaxckpt.testing._processes import MemoryService as MemoryService
-    from jaxckpt.testing._processes import ProcessKilled as ProcessKilled
-    from jaxckpt.testing._processes import SimulatedProcesses as SimulatedProcesses
-    from jaxckpt.testing._processes import simulate as simulate
-    from jaxckpt.testing._resume import check_exact_resume as check_exact_resume
-    from jaxckpt.testing._storage import CrashingStorage as CrashingStorage
-    from jaxckpt.testing._storage import FailingStorage as FailingStorage
-    from jaxckpt.testing._storage import SimulatedCrash as SimulatedCrash
-    from jaxckpt.testing._storage import WatchedStorage as WatchedStorage
-    from jaxckpt.testing._trace import ResumeDiffers as ResumeDiffers
-
-_LAZY = {
-    "CrashingStorage": "jaxckpt.testing._storage",
-    "FailingStorage": "jaxckpt.testing._storage",
-    "MemoryService": "jaxckpt.testing._processes",
-    "ProcessKilled": "jaxckpt.testing._processes",
-    "ResumeDiffers": "jaxckpt.testing._trace",
-    "SimulatedCrash": "jaxckpt.testing._storage",
-    "SimulatedProcesses": "jaxckpt.testing._processes",
-    "WatchedStorage": "jaxckpt.testing._storage",
-    "check_exact_resume": "jaxckpt.testing._resume",
-    "simulate": "jaxckpt.testing._processes",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_LAZY)
+from jaxckpt.testing._processes import MemoryService as MemoryService
+from jaxckpt.testing._processes import ProcessKilled as ProcessKilled
+from jaxckpt.testing._processes import SimulatedProcesses as SimulatedProcesses
+from jaxckpt.testing._processes import simulate as simulate
+from jaxckpt.testing._resume import check_exact_resume as check_exact_resume
+from jaxckpt.testing._storage import CrashingStorage as CrashingStorage
+from jaxckpt.testing._storage import FailingStorage as FailingStorage
+from jaxckpt.testing._storage import SimulatedCrash as SimulatedCrash
+from jaxckpt.testing._storage import WatchedStorage as WatchedStorage
+from jaxckpt.testing._trace import ResumeDiffers as ResumeDiffers

@@ -172,7 +172,8 @@ def _in_process(loop: Loop) -> Run:
 def _in_processes(loop: str, root: Path) -> Run:
     def run(directory: Path, steps: int, kill_at: int | None) -> Iterator[Row]:
         record = root / "rows.jsonl"
-        command = [sys.executable, "-m", "jaxckpt.testing._resume", loop]
+        main = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
+        command = [sys.executable, "-c", main, loop]
         paths = [path or os.getcwd() for path in sys.path]
         done = subprocess.run(
             [*command, str(directory), str(record), str(steps), str(kill_at or 0)],
@@ -192,7 +193,7 @@ def _in_processes(loop: str, root: Path) -> Run:
     return run
 
 
-def _main(loop: str, directory: str, record: str, steps: str, kill_at: str) -> None:
+def main(loop: str, directory: str, record: str, steps: str, kill_at: str) -> None:
     """Runs the loop in this process, and kills it."""
     module, _, name = loop.partition(":")
     running = getattr(importlib.import_module(module), name)(directory)
@@ -202,7 +203,3 @@ def _main(loop: str, directory: str, record: str, steps: str, kill_at: str) -> N
             file.flush()
             if _is_end(row, Path(directory), int(steps), int(kill_at) or None):
                 os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -117,7 +117,6 @@ _CALLS = {
 # the check of exact resume the caller's own module.
 _IMPORT = {
     "jaxckpt/__init__.py": 1,
-    "jaxckpt/testing/__init__.py": 1,
     "jaxckpt/testing/_resume.py": 1,
     "jaxckpt/_core/pytree.py": 1,
     "jaxckpt/orbax/__init__.py": 1,
