@@ -88,8 +88,7 @@ def division(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
     if sharding is None or sharding.is_single_device:
         return ""
     parts, copies = _parts(sharding, len(shape))
-    most = sorted(sorted(range(len(parts)), key=lambda i: -parts[i])[:2])
-    rows, columns = ([None] * 2 + most)[-2:]
+    rows, columns = drawn_dims(parts)
     # Only the visible part of the outline behind.
     back = '<path d="M4.5 3V.5H25.5V12.5H22"/>' if copies > 1 else ""
     down = [
@@ -106,6 +105,13 @@ def division(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
         f'<svg class="jc-layout" width="26" height="16" role="img"><title>{title}</title>{back}'
         f'<rect x=".5" y="3.5" width="21" height="12" rx="1"/>{"".join([*down, *across])}</svg>'
     )
+
+
+def drawn_dims(parts: Sequence[int]) -> tuple[int | None, int | None]:
+    """Returns the most divided dimensions as rows and columns, or None if missing."""
+    most = sorted(sorted(range(len(parts)), key=lambda i: -parts[i])[:2])
+    rows, columns = [None] * (2 - len(most)) + most
+    return rows, columns
 
 
 def swatch(colour: str) -> str:

@@ -219,7 +219,7 @@ def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None
     parts: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, box in boxes.items():
         parts.setdefault(box, []).append(device)
-    rows, columns = _drawn_dims(parts, shape)
+    rows, columns = _svg.drawn_dims([len({box[i] for box in parts}) for i in range(len(shape))])
     others = [i for i in range(len(shape)) if i not in (rows, columns)]
     shown = {box: ids for box, ids in parts.items() if all(box[i][0] == 0 for i in others)}
     ax = _axes(ax, height=3.0)
@@ -360,16 +360,6 @@ def _saved_boxes(
             box.append((min(index * each, size), min((index + 1) * each, size)))
         boxes[device] = tuple(box)
     return boxes
-
-
-def _drawn_dims(
-    parts: Mapping[tuple[tuple[int, int], ...], object], shape: Sequence[int]
-) -> tuple[int | None, int | None]:
-    """Returns the dimensions of the rows and of the columns, or None if missing."""
-    counts = [len({box[i] for box in parts}) for i in range(len(shape))]
-    most = sorted(sorted(range(len(shape)), key=lambda i: -counts[i])[:2])
-    rows, columns = [None] * (2 - len(most)) + most
-    return rows, columns
 
 
 def _axis_words(dim: int | None, shape: Sequence[int]) -> str:
