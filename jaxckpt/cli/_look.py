@@ -127,20 +127,18 @@ def _state(step: StepOverview) -> Styled:
 
 def run_facts(found: RunOverview) -> dict[str, Any]:
     """Returns a run as JSON."""
+    from jaxckpt.pages.goodput import account
+
     steps = [
         {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
         | {"whole": step.problem is None}
         for step in found.steps
     ]
     facts = {"path": found.path, "steps": steps, "strays": found.strays}
-    return facts | ({"goodput": _goodput_facts(found)} if found.starts else {})
-
-
-def _goodput_facts(found: RunOverview) -> dict[str, Any]:
-    from jaxckpt.pages.goodput import account
-
-    facts = dataclasses.asdict(account(found.starts))
-    return {name: value for name, value in facts.items() if name not in ("ends", "costs")}
+    if found.starts:
+        kept = dataclasses.asdict(account(found.starts)).items()
+        facts["goodput"] = {name: value for name, value in kept if name not in ("ends", "costs")}
+    return facts
 
 
 # --- show -----------------------------------------------------------------------------------
