@@ -18,6 +18,7 @@ from jaxckpt._core.text import size_text
 from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.pages import _palette, _steps, _svg
+from jaxckpt.pages._svg import Mark
 from jaxckpt.pages.overview import overview
 from jaxckpt.types import LeafInfo, Timing
 
@@ -79,34 +80,25 @@ def metric(
         )
     ax = _axes(ax)
     ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
-    is_best = told.metric == name
-    kinds: list[tuple[str, list[Any], dict[str, Any]]] = [
-        (
-            "kept" if told.why else "complete",
-            [m for m in marks if m.kept and not m.bad],
-            _filled("o"),
-        ),
-        (
-            "deleted after the next save",
-            [m for m in marks if not m.kept and not m.bad],
-            {"marker": "o", "facecolors": "none", "edgecolors": _palette.KEPT},
-        ),
+    kept = [m for m in marks if m.kept and not m.bad]
+    deleted = [m for m in marks if not m.kept and not m.bad]
+    best = [m for m in marks if m.best and told.metric == name]
+    filled, hollow = {"edgecolors": "none"}, {"facecolors": "none"}
+    kinds: list[tuple[str, list[Mark], dict[str, Any]]] = [
+        ("kept" if told.why else "complete", kept, {**filled, "color": _palette.KEPT}),
+        ("deleted after the next save", deleted, {**hollow, "edgecolors": _palette.KEPT}),
         ("incomplete", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
         (
             "pinned",
             [m for m in marks if m.pinned],
-            {"marker": "o", "facecolors": "none", "edgecolors": _palette.PINNED, "s": 130},
+            {**hollow, "edgecolors": _palette.PINNED, "s": 130},
         ),
-        (
-            "best",
-            [m for m in marks if m.best and is_best],
-            {**_filled("D"), "color": _palette.BEST, "s": 55},
-        ),
+        ("best", best, {**filled, "marker": "D", "color": _palette.BEST, "s": 55}),
     ]
     for label, some, look in kinds:
         if some:
             steps, values = [m.step for m in some], [m.value for m in some]
-            ax.scatter(steps, values, label=label, zorder=3, **{"s": 30, **look})
+            ax.scatter(steps, values, label=label, zorder=3, **{"s": 30, "marker": "o", **look})
     lost = [mark.step for mark in valued if mark not in marks]
     for i, step in enumerate(lost):
         ax.axvline(step, color=_palette.BAD, lw=1.5, label="" if i else "NaN, infinite or huge")
@@ -384,10 +376,6 @@ def _axes(ax: Axes | None, *, height: float = 3.2) -> Axes:
 
 def _ink(ax: Axes) -> Any:  # a colour of matplotlib's
     return ax.xaxis.label.get_color()
-
-
-def _filled(marker: str) -> dict[str, Any]:
-    return {"marker": marker, "color": _palette.KEPT, "edgecolors": "none"}
 
 
 def _name(timing: Timing, *, both: bool) -> str:
