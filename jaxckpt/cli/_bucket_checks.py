@@ -24,6 +24,7 @@ _TRIES: Final = 3
 
 _READ: Final = {"az": "read", "gs": "storage.objects.get", "s3": "s3:GetObject"}
 _CREATE: Final = {"az": "write", "gs": "storage.objects.create", "s3": "s3:PutObject"}
+_BOTH: Final = {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ}
 _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "list": {
         "az": "list",
@@ -31,12 +32,12 @@ _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "s3": "s3:ListBucket (of the bucket itself)",
     },
     "create": _CREATE,
-    "seen at once": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
+    "seen at once": _BOTH,
     # On Google Cloud Storage, to replace an object is to delete it.
     "compare-and-swap": {**_CREATE, "gs": "storage.objects.delete"},
     "read a range": _READ,
-    "copy": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
-    "both clients": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
+    "copy": _BOTH,
+    "both clients": _BOTH,
     "write 64 MiB": {**_CREATE, "gs": "storage.multipartUploads.create"},
     "read 64 MiB": _READ,
     "small read": _READ,
@@ -81,7 +82,7 @@ class BucketLocation:
         """Returns the checks, in order."""
         there, made = ("obstore", "answers", "credentials", "bucket"), ("create",)
         return [
-            Check(name="obstore", call=_obstore),
+            Check(name="obstore", call=lambda: Finding(text=metadata.version("obstore"))),
             Check(name="answers", call=self._answers),
             Check(name="credentials", call=self._credentials, needs=there[:2]),
             Check(name="bucket", call=self._bucket, needs=there[:3]),
@@ -225,7 +226,3 @@ class BucketLocation:
                 "the store said that the objects are deleted, but lists them still",
                 f"delete {self._samples.folder}; see whether the bucket holds or retains objects",
             )
-
-
-def _obstore() -> Finding:
-    return Finding(text=metadata.version("obstore"))
