@@ -206,20 +206,15 @@ def tree_html(
         '<span>type</span><span class="jc-num">size</span><span>sharding</span></div>'
     )
     counts, opened = _allot(top)
+    leaves = ckpt._tree.tree.leaves if ckpt._tree is not None else ()
     shown = _Shown(
         counts=counts,
         opened=opened,
         statistics=statistics or {},
-        texts=_texts(ckpt),
+        texts={leaf.text: leaf.value for leaf in leaves if isinstance(leaf.value, str)},
         one_mesh=len(_meshes(ckpt)) == 1,
     )
     return f'<div class="jc-tree">{head}{"".join(_rows(top, 0, shown))}</div>'
-
-
-def _texts(ckpt: inspection.Checkpoint) -> dict[str, str]:
-    """Returns the leaves that are text, which the metadata contains."""
-    leaves = ckpt._tree.tree.leaves if ckpt._tree is not None else ()
-    return {leaf.text: leaf.value for leaf in leaves if isinstance(leaf.value, str)}
 
 
 def json_html(ckpt: inspection.Checkpoint) -> str:
