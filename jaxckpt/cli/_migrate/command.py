@@ -82,12 +82,8 @@ def migrate(paths: tuple[str, ...], write: bool, anyway: bool, partly: bool, as_
     else:
         _print(files, len(found), sorted(waiting) if write else ())
     states = {file.state for file in files}
-    return 2 if "error" in states else 1 if _is_lacking(files) else 0
-
-
-def _is_lacking(files: Sequence[_File]) -> bool:
-    by_hand = any(file.state == "by hand" for file in files)
-    return by_hand or any(name.carried is False for file in files for name in file.names)
+    is_lacking = any(name.carried is False for file in files for name in file.names)
+    return 2 if "error" in states else 1 if is_lacking or "by hand" in states else 0
 
 
 # --- files --------------------------------------------------------------------------------------
