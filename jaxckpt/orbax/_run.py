@@ -115,6 +115,18 @@ class Run(Closing):
         is_new = not self._steps or self._steps[-1] < step
         return is_new and saver_of(self._open()).decide(step).save
 
+    def _save(self, step: int, items: Any, metrics: Any, **options: Any) -> SaveHandle | None:
+        """Saves a step if it is due; raises the error of an earlier save, and forgets its step."""
+        try:
+            handle = self._open().save(step, items, metrics=metrics, **options)
+        except BaseException:
+            self.reload()
+            raise
+        if handle is not None:
+            self._count(handle, step, metrics)
+            self._discount()
+        return handle
+
     def _count(self, handle: SaveHandle, step: int, metrics: Any) -> None:
         """Counts a step as saved."""
         self._saves.append(handle)

@@ -154,20 +154,12 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         ranks = (self._options.best_fn, self._options.preservation_policy) != (None, None)
         metrics = metrics if ranks and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)
-        try:
-            with _handling.as_raised():  # an earlier save may have failed
-                more = {"metrics": metrics, "custom_metadata": custom_metadata}
-                handle = self._open().save(step, stored, force=bool(force), **more)
-        except BaseException:
-            self.reload()  # forget the step of that save
-            raise
-        if handle is None:
-            return False
-        self._count(handle, step, metrics)
-        self._discount()
-        if not self._is_async:
+        with _handling.as_raised():  # an earlier save may have failed
+            more = {"force": bool(force), "custom_metadata": custom_metadata}
+            handle = self._save(step, stored, metrics, **more)
+        if handle is not None and not self._is_async:
             self.wait_until_finished()
-        return True
+        return handle is not None
 
     def _checked(self, items: Any, args: Any, *, is_default: bool) -> Any:
         if _is_args(items):

@@ -192,20 +192,13 @@ class Checkpointer(Run):
             items = _saving.items(checkpointables)
         if steps and step <= steps[-1]:
             return self._save_earlier(step, items, metrics, custom_metadata)
-        more = {"metrics": metrics or None, "custom_metadata": custom_metadata}
-        writer = self._open()
-        saver = saver_of(writer)
+        saver = saver_of(self._open())
         if saver.decide(step, force=force).save:
-            saver.worker.finish()  # `save` raises the errors, in every process
-        try:
-            handle = writer.save(step, items, force=force, **more)
-        except BaseException:
-            self.reload()  # an earlier save may have failed: forget its step
-            raise
+            saver.worker.finish()  # `_save` raises the errors, in every process
+        more = {"force": force, "custom_metadata": custom_metadata}
+        handle = self._save(step, items, metrics or None, **more)
         if handle is None:
             return None
-        self._count(handle, step, metrics)
-        self._discount()
         return SaveResponse(handle, value=True, wait=self._finish, failed=self.reload)
 
     def _save_earlier(
