@@ -80,6 +80,7 @@ def policy(manager: CheckpointManager, recorded: KeepPolicy | None) -> KeepPolic
 def marks(told: Story, metric: str | None = None) -> list[Mark]:
     """Returns a mark for each step, at the height of a metric; of many, the newest and the best."""
     found = []
+    ranks = metric in (None, told.metric)  # the best step is best by one metric only
     newest = told.steps[-_MAX_MARKS:]
     for step in [*(step for step in told.steps[:-_MAX_MARKS] if step.step == told.best), *newest]:
         words = [f"step {step.step:,}", moment(step.saved_s), size_text(step.size_bytes)]
@@ -92,7 +93,7 @@ def marks(told: Story, metric: str | None = None) -> list[Mark]:
                 value=number_of(step, metric),
                 title=" · ".join(word for word in words if word),
                 kept=told.why is None or step.step in told.why,
-                best=step.step == told.best,
+                best=ranks and step.step == told.best,
                 pinned=step.pinned,
                 bad=step.problem is not None,
             )

@@ -82,7 +82,7 @@ def metric(
     ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
     kept = [m for m in marks if m.kept and not m.bad]
     deleted = [m for m in marks if not m.kept and not m.bad]
-    best = [m for m in marks if m.best and told.metric == name]
+    best = [m for m in marks if m.best]
     filled, hollow = {"edgecolors": "none"}, {"facecolors": "none"}
     kinds: list[tuple[str, list[Mark], dict[str, Any]]] = [
         ("kept" if told.why else "complete", kept, {**filled, "color": _palette.KEPT}),

@@ -12,7 +12,6 @@ import posixpath
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median, median_low
 from typing import Final
@@ -139,7 +138,7 @@ def _page(
     has_times = any(step.phases for step in run.steps)
     sections = [
         ("Steps", _steps.line(told) + _steps.table(told)),
-        ("Metrics", _metrics(told, keep)),
+        ("Metrics", _metrics(told)),
         ("Time and size of each save" if has_times else "Size of each step", _costs(run.steps)),
         ("Training time kept", starts_html(run.starts)),
         ("Plan", planned),
@@ -269,16 +268,13 @@ def _json_item(path: str, name: str) -> str:
 # --- charts ----------------------------------------------------------------------------------
 
 
-def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
+def _metrics(told: _steps.Story) -> str:
     charts = []
     metrics = _steps.metric_names(told.steps, told.metric)
     for name in metrics[:_MAX_CHARTS]:
         found = [(step.step, _steps.number_of(step, name)) for step in told.steps]
         values = [(step, value) for step, value in found if value is not None]
-        marks = _steps.marks(told, name)
-        if keep is None or name != keep.metric_name:  # the best step is best by one metric only
-            marks = [replace(mark, best=False) for mark in marks]
-        drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
+        drawn = _svg.line_chart(_steps.marks(told, name), label=f"{name[:80]} over steps")
         if values:
             charts.append(_figure(escape(name, 80), drawn, _extremes(values)))
     more, shown = len(metrics) - _MAX_CHARTS, "".join(charts)
