@@ -31,8 +31,9 @@ def verify(path: str, local: str | None, as_json: bool) -> int:
     committed step, damaged or not. `scrub --dry-run` checks all steps.
     """
     from jaxckpt._inspect.verify import verify as verify_checkpoint
+    from jaxckpt.pages.overview import local_roots
 
-    found, *others = [verify_checkpoint(one) for one in (path, *_options.local_roots(local, path))]
+    found, *others = [verify_checkpoint(one) for one in (path, *local_roots(local, path))]
     if as_json:
         here = {} if local is None else {"local": [_facts(one) for one in others]}
         _output.print_json(_facts(found) | here)

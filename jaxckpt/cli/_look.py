@@ -46,9 +46,7 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
         found = overview(path)
     else:
         found = RunOverview(path=os.path.dirname(step.path), steps=(step,), strays=())
-    tiers: dict[int, list[str]] = {}
-    if local is not None:
-        found, tiers = with_local(found, local)
+    found, tiers = with_local(found, local)
     if not found.steps:
         existing_run(path)  # else an error describes the path
     if as_json:
@@ -333,8 +331,9 @@ def du(path: str, local: str | None, as_json: bool) -> None:
     values, before compression.
     """
     from jaxckpt.cli._space import space
+    from jaxckpt.pages.overview import local_roots
 
-    found, *others = [space(root) for root in (path, *_options.local_roots(local, path))]
+    found, *others = [space(root) for root in (path, *local_roots(local, path))]
     if as_json:
         facts = dataclasses.asdict(found)
         _output.print_json(facts if local is None else {**facts, "local": others})

@@ -94,13 +94,6 @@ skip = _globs("--skip", help="Leave out these leaf paths. Repeatable.")
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
 
 
-def local_roots(directory: str | None, run: str) -> list[str]:
-    """Returns the places with steps of a run in a local directory, if one is given."""
-    from jaxckpt.pages.overview import local_roots
-
-    return [] if directory is None else local_roots(directory, run)
-
-
 class OnSteps(click.Command):
     """A command that takes `RUN STEP` wherever it takes the path of a step.
 

@@ -119,11 +119,13 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     )
 
 
-def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> list[str]:
+def local_roots(local: str | os.PathLike[str] | None, run: str | os.PathLike[str]) -> list[str]:
     """Returns the roots with steps of a run in a local directory: itself, or shares of processes.
 
-    Leaves out roots with steps of another run; see `local`.
+    Leaves out roots with steps of another run; see `local`. Without a directory there are none.
     """
+    if local is None:
+        return []
     storage, root = locate(local)
     index, directory = StepIndex(storage, root, quiet=True), StepIndex(*locate(run), quiet=True)
     identity, there = read_identity(directory), identities_in(index)
@@ -137,9 +139,11 @@ def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> l
 
 
 def with_local(
-    found: RunOverview, local: str | os.PathLike[str]
+    found: RunOverview, local: str | os.PathLike[str] | None
 ) -> tuple[RunOverview, dict[int, list[str]]]:
-    """Adds the local steps; returns also which tiers have each step complete."""
+    """Adds the local steps; returns also which tiers have each step complete, if there are two."""
+    if local is None:
+        return found, {}
     here = [overview(root) for root in local_roots(local, found.path)]
     tiers: dict[int, list[str]] = {}
     best: dict[int, StepOverview] = {}

@@ -93,9 +93,7 @@ def report(
     """
     file = os.fspath(out)
     _check_out(file)
-    run, tiers = overview(root), {}
-    if local is not None:
-        run, tiers = with_local(run, local)
+    run, tiers = with_local(overview(root), local)
     planned = "" if plan is None else plan_html(plan)
     page = _page(run, os.fspath(root), keep or run.keep, tiers, planned, now_s=time.time())
     _check_out(file)  # again, because making the page took a while
