@@ -213,11 +213,10 @@ def _put(path: str, data: bytes) -> None:
 
 
 def _asked(use: Use) -> _Name:
-    if use.stays:
-        return _Name(line=use.line, name=use.name, carried=None, why=use.stays)
-    why = _lack(use.name)
+    why = use.stays or _lack(use.name)
+    carried = None if use.stays else why is None
     name = use.name.removeprefix(f"{DROP_IN}.")
-    return _Name(line=use.line, name=name, carried=why is None, why=why or "")
+    return _Name(line=use.line, name=name, carried=carried, why=why or "")
 
 
 def _lack(name: str) -> str | None:
