@@ -121,6 +121,12 @@ def facts(words: Iterable[str]) -> str:
     )
 
 
+def figure(title: str, drawn: str, caption: str, legend: str = "") -> str:
+    """Puts a drawing below its title. All of it is HTML."""
+    below = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f"<figure><h3>{title}</h3>{drawn}{legend}{below}</figure>"
+
+
 def moment(seconds: float | None) -> str:
     """Formats a wall clock time; returns "" if it is unknown or invalid."""
     if seconds is None:

@@ -23,9 +23,8 @@ from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.pages import _palette, _steps, _svg
-from jaxckpt.pages._html import STYLE, escape, moment
-from jaxckpt.pages._plan import plan_html
-from jaxckpt.pages._starts import starts_html
+from jaxckpt.pages._goodput import plan_html, starts_html
+from jaxckpt.pages._html import STYLE, escape, figure, moment
 from jaxckpt.pages._svg import Bar
 from jaxckpt.pages.notebook import json_html, listing, numbers, tree_head, tree_html
 from jaxckpt.pages.overview import RunOverview, StepOverview, overview, with_local
@@ -274,7 +273,7 @@ def _metrics(told: _steps.Story) -> str:
         values = [(step, value) for step, value in found if value is not None]
         drawn = _svg.line_chart(_steps.marks(told, name), label=f"{name[:80]} over steps")
         if values:
-            charts.append(_figure(escape(name, 80), drawn, _extremes(values)))
+            charts.append(figure(escape(name, 80), drawn, _extremes(values)))
     more, shown = len(metrics) - _MAX_CHARTS, "".join(charts)
     note = f'<p class="jc-faint">… {counted(more, "more metric")}</p>' if more > 0 else ""
     return f'<div class="charts">{shown}</div>{note}' if shown else ""
@@ -306,21 +305,14 @@ def _costs(steps: Sequence[StepOverview]) -> str:
             f"<span>{_svg.swatch(colour)}{escape(phases, 80)}</span>"
             for colour, phases in _palette.legend(colours).items()
         )
-        figures.append(
-            _figure("seconds by phase", drawn, "", f'<div class="jc-key">{legend}</div>')
-        )
+        figures.append(figure("seconds by phase", drawn, "", f'<div class="jc-key">{legend}</div>'))
     largest = max((step.size_bytes for step in steps), default=0)
     unit, scale = next(((u, s) for u, s in _UNITS if largest >= s), ("B", 1.0))
     sizes = [Bar(label=f"{step.step:,}", parts={"": step.size_bytes}) for step in steps]
     if drawn := _svg.bar_chart(sizes, label="size of each step", scale=scale):
         caption = f"{size_text(sum(step.size_bytes for step in steps))} in all"
-        figures.append(_figure(f"{unit} on disk", drawn, caption))
+        figures.append(figure(f"{unit} on disk", drawn, caption))
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
-
-
-def _figure(title: str, drawn: str, caption: str, legend: str = "") -> str:
-    below = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f"<figure><h3>{title}</h3>{drawn}{legend}{below}</figure>"
 
 
 def _problems(steps: Sequence[StepOverview], broken: list[str]) -> str:
