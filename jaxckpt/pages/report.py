@@ -187,7 +187,8 @@ def _facts(run: RunOverview, tiers: Mapping[int, Sequence[str]]) -> str:
     if writers := sorted({step.writer for step in steps if step.writer}):
         rows.append(("written by", escape(", ".join(writers))))
     if steps and (lineage := steps[0].lineage):
-        rows.append(("started from", f"<code>{escape(_words(lineage), 1000)}</code>"))
+        words = ", ".join(f"{name} {value}" for name, value in lineage.items())
+        rows.append(("started from", f"<code>{escape(words, 1000)}</code>"))
     if not steps:
         rows.append(("steps", "none yet"))
     return "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in rows) + "</dl>"
@@ -224,10 +225,6 @@ def _bytes_per_s(step: StepOverview) -> float | None:
 def _work(step: StepOverview) -> dict[str, float]:
     """Returns the phases of a save without that in which it waited for earlier saves."""
     return {name: seconds for name, seconds in step.phases.items() if name != "wait"}
-
-
-def _words(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _newest_contents(run: RunOverview, root: str) -> tuple[str, list[str]]:

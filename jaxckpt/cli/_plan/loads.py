@@ -10,6 +10,7 @@ the metadata, which process 0 writes and every process reads.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -70,7 +71,11 @@ def loads_of(tree: PlannedTree, cluster: Cluster) -> list[HostLoads]:
     mine = [_written(tree, plan, i) for i, plan in enumerate(plans)]
     held = [_written(tree, p.held, i, held=True) for i, p in enumerate(plans)]
     places = {key: place for written in mine for key, place in written.places.items()}
-    device_bytes = sum(map(_shard_bytes, tree.leaves))
+    device_bytes = sum(
+        math.prod(spec.placement.shard_shape) * spec.itemsize
+        for spec in specs
+        if spec.placement is not None
+    )
     found = []
     for i, (plan, own, others) in enumerate(zip(plans, mine, held, strict=True)):
         host = Host(i, cluster.hosts)
@@ -97,12 +102,6 @@ def loads_of(tree: PlannedTree, cluster: Cluster) -> list[HostLoads]:
             )
         )
     return found
-
-
-def _shard_bytes(one: PlannedLeaf) -> int:
-    if one.spec.placement is None:
-        return 0
-    return int(np.prod(one.spec.placement.shard_shape, dtype=np.int64)) * one.spec.itemsize
 
 
 # --- saves -----------------------------------------------------------------------------------
