@@ -77,7 +77,7 @@ def write_checkpoint(
         transaction = begin(storage, path, overwrite=overwrite)
         item = f"{transaction.work}/{names.STATE_ITEM}"
         storage.make_dir(item)
-        writer = _Writer(storage, item, goal, ocdbt=ocdbt)
+        writer = _Writer(storage, item, goal)
         total_bytes = _copy(source, goal, writer)
         source.check()
         files = {
@@ -203,11 +203,9 @@ def _plain_problem(leaf: Leaf) -> str | None:
 
 def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
     """Reads each stored byte once, and writes it; returns the number of bytes."""
-    with_array = [i for i, leaf in enumerate(goal.leaves) if leaf.has_array]
-    numbers = {leaf: number for number, leaf in enumerate(with_array)}
 
     def parts() -> Iterator[Tile]:
-        for i in with_array:
+        for i in writer.leaves:
             had, stored = source.tree.leaves[i].array, goal.leaves[i].array
             # The larger shape is a multiple of the smaller one.
             unit_shape = clipped(had.unit_shape, had.shape)
@@ -218,7 +216,7 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
         for part, values in read:
             chunk_shape = goal.leaves[part.leaf].array.chunk_shape
             for box in cut(part.box, chunk_shape):
-                writer.put(numbers[part.leaf], box, values[box.within(part.box)])
+                writer.put(part.leaf, box, values[box.within(part.box)])
             total += values.nbytes
             del values  # so that their memory is free before the next part is read
     writer.flush()
@@ -226,30 +224,27 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
 
 
 class _Writer:
-    """Writes chunks in the order of the leaves, in batches.
+    """Writes chunks in the order of the leaves, in batches, into a database or plain files."""
 
-    Args:
-        ocdbt: Whether into the database that `save` writes, or into plain files.
-    """
-
-    def __init__(self, storage: Storage, item: str, goal: Tree, *, ocdbt: bool) -> None:
-        leaves = [leaf for leaf in goal.leaves if leaf.has_array]
-        self._arrays = [(leaf.prefix, leaf.array) for leaf in leaves]
-        *self._starts, self._count = starts_of(leaf.array for leaf in leaves)
+    def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
+        self.leaves = {i: leaf for i, leaf in enumerate(goal.leaves) if leaf.has_array}
+        *starts, self._count = starts_of(leaf.array for leaf in self.leaves.values())
+        self._starts = dict(zip(self.leaves, starts, strict=True))
         self._units: list[int] = []  # of the checksums that `_files` has
-        self._files = (DataFiles if ocdbt else PlainFiles)(storage, item)
-        self._has_database = ocdbt and bool(leaves)
+        self._has_database = goal.uses_ocdbt
+        self._files = (DataFiles if goal.uses_ocdbt else PlainFiles)(storage, item)
         self._bytes = self._chunks = 0  # of the batch
-        for prefix, stored in self._arrays:
-            self._files.put(prefix + arrays.metadata_key(3), arrays.encode_zarr3(stored))
+        for leaf in self.leaves.values():
+            key = leaf.prefix + arrays.metadata_key(3)
+            self._files.put(key, arrays.encode_zarr3(leaf.array))
 
-    def put(self, array: int, box: Box, values: Values) -> None:
-        """Writes a chunk of an array, now or later. The values must not change."""
-        prefix, stored = self._arrays[array]
+    def put(self, number: int, box: Box, values: Values) -> None:
+        """Writes a chunk of a leaf, now or later. The values must not change."""
+        prefix, stored = self.leaves[number].prefix, self.leaves[number].array
         index = tuple(a // n for a, n in zip(box.start, stored.chunk_shape, strict=True))
         units = units_in(stored, index)
         chunk = Chunk(prefix + arrays.chunk_key(index), stored, values, len(self._files.sums))
-        self._units += [self._starts[array] + unit for unit in units]
+        self._units += [self._starts[number] + unit for unit in units]
         self._files.sums += [0] * len(units)
         self._files.put_chunk(chunk)
         self._bytes += values.nbytes
