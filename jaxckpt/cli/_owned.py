@@ -22,14 +22,8 @@ from jaxckpt.storage import Hold, Storage, now
 
 def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> Deletion:
     """Returns a run as a command sees it; problems are recorded, and not logged."""
-    return _parts(storage, root, keep)[0]
-
-
-def _parts(storage: Storage, root: str, keep: KeepPolicy | None) -> tuple[Deletion, Ownership]:
-    index = StepIndex(storage, root, quiet=True)
-    leases = Leases(index)
-    owner = Ownership(leases)
-    return Deletion(leases, owner, move_to=keep and keep.move_to), owner
+    leases = Leases(StepIndex(storage, root, quiet=True))
+    return Deletion(leases, Ownership(leases), move_to=keep and keep.move_to)
 
 
 def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -86,19 +80,20 @@ def owned(
     # Object stores have locks: see what else the storage may be.
     if not (no_job or storage.parallel_writes) and (hold := _lock(storage, root)) is not None:
         hold.release()
-    run, owner = _parts(storage, root, keep)
-    if left := [step for step in half_deleted(run) if step not in deletes]:
+    seen = run_at(storage, root, keep=keep)
+    if left := [step for step in half_deleted(seen) if step not in deletes]:
         steps = " ".join(map(str, left))
         raise SaveFailed(
             f"{root}: a job died while it deleted steps {steps}, and the next job that opens the "
             f"run for writing deletes the rest. Nothing was changed. To delete them now, run: "
             f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt fork {root}/{left[0]} RUN"
         )
+    owner = Ownership(seen.leases)
     try:  # also of an opening that fails once it has the lock
         owner.open()
         if not owner.token:
-            _refuse(root, owner)
-        yield run
+            _refuse(seen.index)
+        yield Deletion(seen.leases, owner, move_to=seen.move_to)
     finally:
         owner.close()
 
@@ -110,12 +105,12 @@ def locked(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Ste
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
-    run, owner = _parts(storage, root, None)
+    index = StepIndex(storage, root, quiet=True)
     hold = None if no_job else _lock(storage, root)
     if hold is None and not no_job:
-        _refuse(root, owner)
+        _refuse(index)
     try:
-        yield run.index
+        yield index
     finally:
         if hold is not None:
             hold.release()
@@ -131,8 +126,8 @@ def _lock(storage: Storage, root: str) -> Hold | None:
         ) from error
 
 
-def _refuse(root: str, owner: Ownership) -> NoReturn:
+def _refuse(index: StepIndex) -> NoReturn:
     raise SaveFailed(
-        f"{root} is in use by a running job: {owner.who()}. Nothing was changed. Stop the "
-        "job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
+        f"{index.root} is in use by a running job: {Ownership(Leases(index)).who()}. Nothing was "
+        "changed. Stop the job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
     )
