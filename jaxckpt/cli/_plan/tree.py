@@ -129,7 +129,6 @@ def planned(tree: object, specs: Specs, cluster: Cluster) -> PlannedTree:
     An axis of a spec that the mesh lacks, or that does not divide its dimension, is left out.
     """
     flat = _flat(tree)
-    shapes = {leaf.path: leaf.shape for leaf, _ in flat}
     saved = {leaf.name: _saved(specs[leaf.path], cluster) for leaf, _ in flat if leaf.path in specs}
     chooser = ShardingChooser(mesh=cluster.mesh, shardings=None, saved=lambda: saved)
     found: list[tuple[Leaf, ArraySpec, Any]] = []
@@ -138,7 +137,7 @@ def planned(tree: object, specs: Specs, cluster: Cluster) -> PlannedTree:
             continue
         sharding, placement = None, None
         if leaf.kind in ("array", "key"):
-            sharding = chooser.sharding_of(leaf.path, leaf.name, shapes[leaf.path], None, None)
+            sharding = chooser.sharding_of(leaf.path, leaf.name, leaf.shape, None, None)
             assert isinstance(sharding, NamedSharding)
             placement = placed(sharding, value.shape)
         dtype = dtype_of(leaf.dtype) if leaf.kind in ARRAY_KINDS else value.dtype
