@@ -98,9 +98,7 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         transaction.commit({}, about, known=known)
     except BaseException as error:
         transaction.abort(error)
-        if isinstance(error, FileNotFoundError) or (
-            isinstance(error, CorruptCheckpoint) and not is_current(found)
-        ):
+        if isinstance(error, FileNotFoundError | CorruptCheckpoint) and not is_current(found):
             raise _deleted(found.path, error) from error
         _transaction.raise_save_error(path, error)
     return path

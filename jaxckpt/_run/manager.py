@@ -644,7 +644,8 @@ class CheckpointManager:
         """Yields new steps in order as they are committed, for an evaluator in another process.
 
         The step being yielded is protected from deletion until the next one is asked for. Steps
-        that are both committed and deleted in the meantime are skipped.
+        that are both committed and deleted in the meantime are skipped, as are those that are only
+        on local disks.
 
         Args:
             timeout_s: Ends after this long without a new step.

@@ -89,13 +89,14 @@ class Saver:
         self._closing = ExitStack()  # given back after the last save
         self.incremental = Incremental(self._root, wanted=options.incremental)
         self._pace = Pace(options.policy.max_write_bytes_per_s)  # of saves to the directory
+        paces = [self._pace, *([tiers.sender.pace] if tiers else [])]
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
             name=f"jaxckpt-manager {self._index.root}",
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
             idle=self._idle,
-            hurry=self._pace.lift,
+            hurry=lambda: [pace.lift() for pace in paces],
             last=self._closing.close,
         )
         self.ledger = roots[-1].ledger
@@ -104,15 +105,11 @@ class Saver:
         saves = [self.worker] if tiers is None else [self.worker, tiers.uploader.worker]
         about = options.run_metadata, tiers and tiers.settled
         opened = open_roots(roots, saves, *about) if options.writes else look_at(roots)
-        if opened.newest is None:
+        if is_new := opened.newest is None:
             self.ledger.note(began=0)
-        self.session = opened.session
-        policy = options.policy
+        self.session, policy, now_s = opened.session, options.policy, time.monotonic()
         schedule = Schedule(
-            policy=policy,
-            processes=processes.count,
-            started_s=time.monotonic(),
-            is_new=opened.newest is None,
+            policy=policy, processes=processes.count, started_s=now_s, is_new=is_new
         )
         local = [replace(schedule, policy=tiers.save)] if tiers and tiers.save else []
         self.due = DueSteps([schedule, *local], processes, opened.session)
@@ -224,7 +221,7 @@ class Saver:
             return None
         if is_last := decision.reason == _PREEMPTION:
             self.ledger.note(end=PREEMPTED)
-            self._pace.lift()  # nothing trains beside this save, nor beside the previous save
+            self.worker.hurry()  # nothing trains beside this save, nor beside the previous save
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
         errors = self._make_room()

@@ -69,13 +69,13 @@ class Sender:
         self.pace = pace
         shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
-        self._bytes_per_s: float | None = None  # of the last upload
+        self._bytes_per_s: float | None = None  # of the last upload without a limit
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest: int | None = None
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
 
     def seconds_for(self, size_bytes: int) -> float | None:
-        """Returns how long an upload takes at the last upload's speed; None before the first."""
+        """Returns how long an upload takes at the last upload's speed; None if that is unknown."""
         return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
 
     def go_back(self, newest: int | None) -> None:
@@ -138,7 +138,7 @@ class Sender:
             text = f"{done.path}: the parts of processes {done.lacks} have not come"
             raise CheckpointTimeout(text, missing=done.lacks)
         seconds = time.monotonic() - start_s
-        if done.sent_bytes:
+        if done.sent_bytes and self.pace.max_bytes_per_s is None:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
         if self.processes.index == 0:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"

@@ -27,6 +27,7 @@ from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes, real
 from jaxckpt.types import StepInfo
 
+_MEET_S: Final = 5.0  # for a meeting before a wait that is shorter
 # The space that a save needs, relative to its values, and the least space beyond them.
 _ROOM: Final = 1.02
 _LEAST_ROOM_BYTES: Final = 4 << 20
@@ -91,7 +92,7 @@ class Tiers:
 
         processes, name = self.sender.processes, f"uploads {where}"
         if timeout_s is not None:
-            processes = processes.within(timeout_s)
+            processes = processes.within(max(timeout_s, _MEET_S))
         # If process 0 called this alone, the next calls of the others would get its answer.
         processes.gather(name, None, len)
         decided = lead(processes.within(processes.timeout_s + 60), name, wait, where=where)

@@ -53,6 +53,7 @@ class Uploader:
             name=f"jaxckpt-upload {self._root}",
             where=self._root,
             timeout_s=self._processes.timeout_s,
+            hurry=sender.pace.lift,
             pick=self._pick,
             stopping=self._stop,
             late=lambda when: self._left(self.steps(), when),
@@ -74,7 +75,7 @@ class Uploader:
         self.worker.put(one, partial(self._send, one))
         self.drop_oldest()
         if one.step == self.urgent and one is not self.worker.current:
-            self.sender.pace.ends.set()
+            self.sender.pace.give_way()
 
     def attempts(self) -> list[tuple[int, str]]:
         """Returns the steps that are not uploaded yet, each with its token; "" if unknown."""
@@ -198,7 +199,7 @@ class Uploader:
         with worker.lock:
             worker.changed.wait_for(lambda: worker.is_stopped, self._pause_s)
         while not worker.is_stopped:
-            self.sender.pace.ends.clear()  # before the look that shows what is urgent
+            self.sender.pace.gives_way = False  # before the look that shows what is urgent
             waiting = sorted(worker.under_way(), key=lambda one: -one.step)
             if not waiting:
                 return None

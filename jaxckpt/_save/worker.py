@@ -297,8 +297,9 @@ def _end() -> None:
     global _is_ending
     _is_ending = True
     late: list[Worker[Any]] = []
-    for _ in range(2):  # the end of a save may be the beginning of an upload
-        late += [one for one in list(_known) if one not in late and not _has_ended(one)]
+    for _ in range(2):  # the end of a save may be the beginning of an upload, which comes after
+        order = sorted(_known, key=lambda one: one.pick is not None)
+        late += [one for one in order if one not in late and not _has_ended(one)]
     for worker in [*_workers]:
         if not (worker.is_stopped or worker._saves):
             with contextlib.suppress(Exception):  # nobody is left to hear of it

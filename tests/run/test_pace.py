@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxckpt import CheckpointManager, LocalTier, SavePolicy
-from jaxckpt._disk.pace import Pace
+from jaxckpt._disk.pace import GaveWay, Pace
 from jaxckpt._run import preemption
 from tests.waiting import wait_until
 
@@ -18,22 +18,20 @@ STATE = {"w": np.zeros(1 << 20, np.float32)}
 SECONDS = STATE["w"].nbytes / RATE  # more than an hour
 
 
-class Waits:
-    """An event that notes for how long it is waited for, and does not wait."""
+class Waits(threading.Condition):
+    """A condition that notes for how long it is waited for, and does not wait."""
 
     def __init__(self):
+        super().__init__()
         self.seconds = []
 
-    def wait(self, seconds):
-        self.seconds.append(seconds)
-        return False
-
-    def set(self):
-        """Nothing waits."""
+    def wait_for(self, predicate, timeout=None):
+        self.seconds.append(timeout)
+        return predicate()
 
 
 def watched(pace):
-    pace.ends = Waits()
+    pace._changed = Waits()
     return pace
 
 
@@ -48,7 +46,7 @@ def test_a_save_to_the_directory_keeps_to_the_rate(tmp_path):
         manager.save(1, STATE).result()
 
         assert pace._due_s >= start_s + SECONDS
-        assert max(pace.ends.seconds) > SECONDS / 2
+        assert max(pace._changed.seconds) > SECONDS / 2
 
 
 def test_a_save_for_preemption_takes_all_of_the_network(tmp_path, limits):
@@ -61,7 +59,7 @@ def test_a_save_for_preemption_takes_all_of_the_network(tmp_path, limits):
         manager.save(1, STATE).result()
 
         assert manager.decision.reason == "preemption"
-        assert pace.ends.seconds == []
+        assert max(pace._changed.seconds, default=0.0) <= 0.0
 
 
 def slow_manager(directory, **options):
@@ -108,8 +106,32 @@ def test_a_save_to_a_local_disk_is_not_limited_but_its_upload_is(tmp_path):
         pace = pace_of(manager)
         manager.save(1, STATE).result()
 
-        assert pace.ends.seconds == []
+        assert pace._changed.seconds == []
         assert manager._tiers.sender.pace.max_bytes_per_s == RATE
+
+
+def test_closing_lifts_the_limit_of_an_upload_too(tmp_path):
+    policy = SavePolicy(max_write_bytes_per_s=RATE)
+    local = LocalTier(tmp_path / "local", durable_timeout_s=60.0)
+    with CheckpointManager(tmp_path / "run", save=policy, local=local) as manager:
+        pace = manager._tiers.sender.pace
+        handle = manager.save(1, STATE)
+        wait_until(lambda: pace._due_s > 0)  # its first piece waits
+
+    handle.durable()
+    assert (tmp_path / "run" / "1" / "commit_success.txt").exists()
+
+
+def test_an_upload_that_gives_way_sends_nothing_more():
+    """Also a piece that waits, with a limit or without."""
+    for rate in (RATE, None):
+        pace = Pace(rate)
+        pace.wait(1)
+        pace.give_way()
+        with pytest.raises(GaveWay):
+            pace.wait(1)
+        pace.gives_way = False
+        pace.rest(0.0)
 
 
 def test_without_a_limit_nothing_waits():
@@ -118,7 +140,7 @@ def test_without_a_limit_nothing_waits():
     for _ in range(3):
         pace.wait(1 << 30)
 
-    assert max(pace.ends.seconds) == 0.0
+    assert max(pace._changed.seconds) <= 0.0
 
 
 def test_a_limit_is_positive():

@@ -307,6 +307,45 @@ manager.save(2, {"w": 2})
     assert (tmp_path / "local" / "2" / "commit_success.txt").exists()
 
 
+ENDS = """
+import sys, threading, jaxckpt
+from jaxckpt._run.sender import Sender
+from jaxckpt._save import worker
+
+class UploadsFirst(set):  # a set has any order
+    def __iter__(self):
+        return iter(sorted(super().__iter__(), key=lambda one: one.pick is None))
+
+def on_commit(timing):
+    while timing.step == 2 and not worker.is_ending():
+        threading.Event().wait(0.01)
+    if timing.step == 3:
+        all_saved.set()
+
+def send(sender, *args):
+    assert all_saved.wait(60)
+    return real(sender, *args)
+
+all_saved, real, Sender.send = threading.Event(), Sender.send, send
+worker._known = UploadsFirst(worker._known)
+manager = jaxckpt.CheckpointManager(
+    sys.argv[1] + "/run", local=sys.argv[1] + "/local", on_commit=on_commit
+)
+for step in (1, 2, 3):
+    manager.save(step, {"w": step})
+"""
+
+
+def test_the_end_of_a_program_waits_for_uploads_that_begin_meanwhile(tmp_path):
+    """Those of saves that commit while an earlier upload is waited for."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "3" / "commit_success.txt").exists()
+
+
 def test_what_a_dead_job_left_is_uploaded(tmp_path, local):
     """The newest local step, if the directory has no newer one."""
     with CheckpointManager(local) as before:

@@ -58,11 +58,11 @@ def test_an_upload_that_gives_way_goes_on(place, tmp_path, limits):
     total = sum(path.stat().st_size for path in (root / "1").rglob("*") if path.is_file())
     indexes = [StepIndex(*locate(one)) for one in (root, url)]
     pace = Pace(12 * SIZE)  # about four seconds
-    threading.Timer(2.0, pace.ends.set).start()
+    threading.Timer(2.0, pace.give_way).start()
 
     with pytest.raises(GaveWay):
         upload(*indexes, 1, pace=pace)
-    pace.ends.clear()
+    pace.gives_way = False
     pace.max_bytes_per_s = None
     done = upload(*indexes, 1, pace=pace)
 
