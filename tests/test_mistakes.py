@@ -168,7 +168,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "a step by position": (
         lambda s: RESTORE("run", 20),
-        ("`like` is a single value", "restore('run', step=20)"),
+        ("`like` is a single value", "name it, as in step=20"),
+    ),
+    "a step of a manager by position": (
+        managed(lambda m: m.restore(20)),
+        ("`like` is a single value", "name it, as in step=20"),
     ),
     "restore(step=) of no step": (
         lambda s: RESTORE("run", step=25),
@@ -203,6 +207,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "options=": (lambda s: MANAGER("run", options=None), ("save=SavePolicy(...)",)),
     "save=100": (lambda s: MANAGER("run", save=100), ("a SavePolicy(every_steps=...), got 100",)),
     "keep=3": (lambda s: MANAGER("run", keep=3), ("a KeepPolicy(last=...), got 3",)),
+    "an option unknown": (lambda s: MANAGER("run", xyz=1), ("'xyz'. It has directory, save",)),
     "mode='read'": (lambda s: MANAGER("run", mode="read"), ("mode must be 'w' or 'r'",)),
     "a directory twice": (
         lambda s: MANAGER("run", "x", directory="x"),
@@ -221,6 +226,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: EVERY(every_steps=-1),
         ("every_steps must be at least 0, got -1",),
     ),
+    "auto(mtbf=)": (lambda s: EVERY.auto(mtbf=9), ("Call SavePolicy.auto(mtbf_hours=...)",)),
     "a text of seconds": (lambda s: EVERY(every_seconds="15m"), ("must be a number, got '15m'",)),
     "step and state swapped": (
         managed(lambda m: m.save(make_state(), 1)),
@@ -239,6 +245,16 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "items=[1]": (managed(lambda m: m.save(40, {}, items=[1])), ("dict of values by name",)),
     "step='bst'": (managed(lambda m: m.restore(step="bst")), ("Did you mean 'best'?",)),
+    "step='newest'": (
+        managed(lambda m: m.restore(step="newest")),
+        ("Did you mean 'latest'?",),
+    ),
+    "step='30'": (managed(lambda m: m.restore(step="30")), ("Did you mean 30?",)),
+    "args= of a restore": (managed(lambda m: m.restore(30, args=1)), ("Did you mean 'like'?",)),
+    "restore_or(step=)": (
+        managed(lambda m: m.restore_or(make_state, step=30)),
+        ("restore_or takes no argument 'step'. Call restore(like, step=...)",),
+    ),
     "best without policy": (managed(lambda m: m.restore(step="best")), ("KeepPolicy(metric=...)",)),
     "manager.restore of no step": (
         managed(lambda m: m.restore(step=25)),

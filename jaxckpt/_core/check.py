@@ -23,14 +23,20 @@ R = TypeVar("R")
 
 # Names that people bring along, from Orbax, Flax, torch or a config, and what they are called here.
 _HABITS: Final = {
-    "restore": {**dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like")},
+    "restore": {
+        **dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like"),
+        **dict.fromkeys(("like", "step"), "Call restore(like, step=...) instead of restore_or."),
+    },
     "save": {
         "state": "tree",
         "force": "overwrite",
         "metadata": "custom_metadata",
         "step": "The steps of a run are saved by CheckpointManager.save(step, state).",
     },
-    "SavePolicy": dict.fromkeys(("interval", "every", "save_interval_steps"), "every_steps"),
+    "SavePolicy": {
+        **dict.fromkeys(("interval", "every", "save_interval_steps"), "every_steps"),
+        **dict.fromkeys(("mtbf", "mtbf_hours"), "Call SavePolicy.auto(mtbf_hours=...)."),
+    },
     "KeepPolicy": {
         **dict.fromkeys(("max_to_keep", "keep", "n"), "last"),
         "keep_period": "every_steps",
@@ -90,18 +96,11 @@ def zstd_level(who: str, compression: object) -> int:
 
 
 def as_step(who: str, step: Any) -> int:  # of an int, or an array of one
-    """Returns a step as an int.
-
-    Args:
-        who: The call, such as "save" or "save(step, state)".
-    """
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool):
-        raise TypeError(f"{who}: step must be an int, got {shown(step)}")
-    return number
+    """Returns a step as an int; `who` is the call, such as "save" or "save(step, state)"."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(step, bool):
+            return operator.index(step)
+    raise TypeError(f"{who}: step must be an int, got {shown(step)}")
 
 
 def as_new_step(who: str, step: Any) -> int:
@@ -136,8 +135,7 @@ def explained(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        names = [*signature.parameters]
-        kinds = [one.kind for one in signature.parameters.values()]
+        names, kinds = [*signature.parameters], [p.kind for p in signature.parameters.values()]
         most, first = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD), names[0] == "self"
         known = dict.fromkeys(names[first:]).keys()
 
@@ -163,8 +161,8 @@ def explain_names(
 ) -> None:
     """Raises TypeError for the first name that a function does not take; see `explained`."""
     parameters = inspect.signature(function).parameters.values()
-    known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    words = hint or functools.partial(_meant, who)
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+    words = hint or functools.partial(meant, who)
     check_names(f"{who} takes no argument", found, known, words)
 
 
@@ -173,7 +171,8 @@ def _by_position(who: str, names: Sequence[str], values: Sequence[object]) -> st
     return f"{who} does not take {shown(values[0])} by position.{hint}"
 
 
-def _meant(who: str, name: str, known: Sequence[str]) -> str:
+def meant(who: str, name: str, known: Sequence[str]) -> str:
+    """Returns a hint for an unknown argument of `who`: a known habit, or the nearest name."""
     habit = _HABITS.get(who, {}).get(name)
     if habit is None:
         return nearest(name, known)

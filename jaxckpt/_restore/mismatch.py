@@ -36,7 +36,7 @@ def text(differences: Sequence[Difference], where: str, only: Globs, resize: boo
         rename = f"Were names changed? rename={ {pattern: replacement}!r} lets {fits} fit."
         lines.append(_of(part) if part else rename)
     if any(d.leaf == "" and d.wanted in _SCALARS for d in differences):
-        lines.append("`like` is a single value. A step of a run: restore('run', step=20).")
+        lines.append("`like` is a single value. To choose a step, name it, as in step=20.")
     ways = ", ".join(_ways(differences, resize))
     lines.append(f"Change the target, or restore around them: {ways}.")
     return "\n".join(lines)

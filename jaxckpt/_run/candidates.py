@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 
 from jaxckpt._core.check import as_step
-from jaxckpt._core.text import nearest
 from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
 from jaxckpt._run.index import LISTINGS, at_once
 from jaxckpt._run.retention import KeepPolicy
@@ -180,6 +179,7 @@ def _chosen(step: Any) -> int | str:
     if not isinstance(step, str):
         return as_step("restore", step)
     if step not in _NAMED:
-        wanted = f"a number, 'latest' or 'best', got {step!r}"
-        raise ValueError(f"restore: step must be {wanted}. {nearest(step, _NAMED)}")
+        near = int(step) if step.isdecimal() else "best" if step[:1] == "b" else "latest"
+        wanted = f"a number, 'latest' or 'best', got {step!r}. Did you mean {near!r}?"
+        raise ValueError(f"restore: step must be {wanted}")
     return step

@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import as_step, check_names, check_type, explained, zstd_level
-from jaxckpt._core.text import nearest, shown
+from jaxckpt._core.check import as_step, check_names, check_type, explained, meant, zstd_level
+from jaxckpt._core.text import shown
 from jaxckpt._disk.find import read_step
 from jaxckpt._disk.pace import Pace
 from jaxckpt._inspect import open as inspection
@@ -392,8 +392,8 @@ class CheckpointManager:
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, start_s, goes_on=step == "latest")
 
-    def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
-        check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
+    def _request(self, options: Mapping[str, Any], who: str = "restore") -> RestoreRequest:
+        check_names(f"{who} takes no argument", options, _OPTIONS, _suggest_option)
         limits = {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s}
         return RestoreRequest(**{"on_progress": self._on_progress, **limits, **options})
 
@@ -460,7 +460,7 @@ class CheckpointManager:
             raise TypeError(
                 f"init must be a function that makes the first state, got {shown(init)}"
             )
-        request = self._request(options)
+        request = self._request(options, "restore_or")
         start_s = time.monotonic()
         steps = self._resume.of("latest")
         if not steps:
@@ -681,4 +681,4 @@ def saver_of(manager: CheckpointManager) -> Saver:
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
-    return nearest(name, [*known, "like", "step", "items", "fallback"])
+    return meant("restore", name, [*known, "like", "items", "fallback"])

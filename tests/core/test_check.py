@@ -51,7 +51,7 @@ CALLS = {
     ),
     "an unknown option of restore_or": (
         lambda m: m.restore_or(dict, itemz={}),
-        "restore takes no argument 'itemz'. Did you mean 'items'?",
+        "restore_or takes no argument 'itemz'. Did you mean 'items'?",
     ),
     "save(True)": (
         lambda m: m.save(True, TREE),
