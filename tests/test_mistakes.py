@@ -128,15 +128,23 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "a text of seconds of a store": (
         lambda s: UNKNOWN.StoreSettings(timeout_s="30"),
-        ("timeout_s must be between 0 and 1e+09, got '30'",),
+        ("timeout_s must be above 0 and below 1e+09, got '30'",),
     ),
     "no limit of time of a store": (
         lambda s: UNKNOWN.StoreSettings(timeout_s=float("inf")),
-        ("timeout_s must be between 0 and 1e+09, got inf",),
+        ("timeout_s must be above 0 and below 1e+09, got inf",),
     ),
     "too many seconds of a store": (
         lambda s: UNKNOWN.StoreSettings(stall_s=1e300),
-        ("stall_s must be between 0 and 1e+09, got 1e+300",),
+        ("stall_s must be above 0 and below 1e+09, got 1e+300",),
+    ),
+    "the profile as credentials of a store": (
+        lambda s: UNKNOWN.StoreSettings(credentials="dev"),
+        ("credentials must be one of ('default', 'environment', 'anonymous'), got 'dev'",),
+    ),
+    "a peer without a scheme": (
+        lambda s: UNKNOWN.LocalTier("x", peers=["10.0.0.1:8080"]),
+        ("without a query, got '10.0.0.1:8080'",),
     ),
     "half a try of a store": (
         lambda s: UNKNOWN.StoreSettings(tries=2.5),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage._credentials import (
@@ -73,9 +73,11 @@ class StoreSettings:
             raise ValueError(f"grpc_endpoint must have ':///', got {self.grpc_endpoint!r}")
         for name in ("timeout_s", "stall_s", "tries", "lease_s"):
             if not isinstance(value := getattr(self, name), int | float) or not 0 < value < _MOST:
-                raise ValueError(f"{name} must be between 0 and {_MOST:g}, got {value!r}")
+                raise ValueError(f"{name} must be above 0 and below {_MOST:g}, got {value!r}")
         if not isinstance(self.tries, int):
             raise ValueError(f"tries must be an int, got {self.tries!r}")
+        if self.credentials not in (known := get_args(Credentials)):
+            raise ValueError(f"credentials must be one of {known}, got {self.credentials!r}")
 
 
 _default: Final = StoreSettings()
@@ -183,11 +185,9 @@ def check_bucket(scheme: str, bucket: str, url: str) -> None:
 def check_peer(url: str) -> str:
     """Returns the URL of a peer; ValueError if it has credentials, which the message leaves out."""
     if not isinstance(url, str) or not _PEER.fullmatch(url):
-        shown = "one with credentials" if "@" in str(url) else repr(url)
-        raise ValueError(
-            "a peer must be http:// or https:// with a host and maybe a path, without user, "
-            f"password and query, got {shown}. Set {PEER_USER} and {PEER_PASSWORD} instead."
-        )
+        wanted = "a peer must be http:// or https:// with a host and maybe a path, without a query"
+        secret = f"one with credentials. Set {PEER_USER} and {PEER_PASSWORD} instead"
+        raise ValueError(f"{wanted}, got {secret if '@' in str(url) else repr(url)}")
     return url
 
 
