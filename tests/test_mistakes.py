@@ -204,6 +204,19 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: RESTORE("one", shardings=ROWS),
         ("not fit the sharding", "which is for 2 dimensions"),
     ),
+    "a mesh as target": (lambda s: RESTORE("one", ROWS.mesh), ("got Mesh. Pass mesh=",)),
+    "a mesh as shardings": (
+        lambda s: RESTORE("one", shardings=ROWS.mesh),
+        ("a sharding, or a PartitionSpec and mesh=, got Mesh(",),
+    ),
+    "a PartitionSpec without a mesh": (
+        lambda s: RESTORE("one", shardings=P("x")),
+        ("shardings: leaf opt/0/count needs a sharding, or a PartitionSpec and mesh=",),
+    ),
+    "shardings misspelt": (
+        lambda s: RESTORE("one", shardings={"paramz": ROWS}),
+        ("shardings: nothing is named paramz; the tree has opt/0/count",),
+    ),
     "a mesh of a number": (lambda s: RESTORE("one", mesh=4), ("mesh must be a jax.sharding.Mesh",)),
     "a dtype misspelt": (lambda s: RESTORE("one", dtype="flaot32"), ("Did you mean 'float32'?",)),
     "ints for floats": (

@@ -178,7 +178,7 @@ def _want(value: object) -> Wanted:
             return Wanted(path=(), kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         return Wanted(path=(), kind="empty")
-    hint = ". Pass jax.eval_shape of the function" if callable(value) else ""
+    hint = ". Pass mesh=, or jax.eval_shape of a function" if callable(value) else ""
     kind = type(value).__qualname__
     raise TypeError(f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {kind}{hint}")
 

@@ -22,6 +22,7 @@ from jax.sharding import (
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels, key_path
+from jaxckpt._core.select import some_paths
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import boxes_here
 from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
@@ -222,7 +223,8 @@ class ShardingChooser:
         known = {path[:depth] for path in paths for depth in range(len(path) + 1)}
         unknown = [path_text(path) for path in self._named if path not in known]
         if unknown:
-            raise ValueError(f"shardings: no leaf or container named {', '.join(unknown)}")
+            there = some_paths(paths, "the tree")
+            raise ValueError(f"shardings: nothing is named {', '.join(unknown)}; {there}")
 
     def sharding_of(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: Any, wanted: Wanted | None
@@ -244,14 +246,12 @@ class ShardingChooser:
         return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
 
     def _asked(self, chosen: Any, name: str, path: Path) -> Sharding | None:
-        if isinstance(chosen, PartitionSpec):
-            if self._mesh is None:
-                raise TypeError(
-                    f"shardings: leaf {path_text(path)} has a PartitionSpec, which needs mesh="
-                )
-            return NamedSharding(self._mesh, chosen)
+        if isinstance(chosen, PartitionSpec) and self._mesh is not None:
+            with calling(f"the PartitionSpec of leaf {path_text(path)} in `shardings`"):
+                return NamedSharding(self._mesh, chosen)
         if not isinstance(chosen, Sharding):
-            raise TypeError(f"shardings: leaf {path_text(path)} needs a sharding, got {chosen!r}")
+            kinds = "a sharding, or a PartitionSpec and mesh="
+            raise TypeError(f"shardings: leaf {path_text(path)} needs {kinds}, got {chosen!r}")
         return self._concrete(chosen, name, path)
 
     def _concrete(self, sharding: Sharding | None, name: str, path: Path) -> Sharding | None:
@@ -298,7 +298,7 @@ class ShardingChooser:
 
 def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int, ...], Any], Any]]:
     """Returns the paths that `shardings` name, and a function that chooses for one leaf."""
-    if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec)):
+    if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec, Mesh)):
 
         def asked(path: Path, shape: tuple[int, ...], dtype: object) -> Any:
             with calling(f"the function `shardings` for leaf {path_text(path)}"):

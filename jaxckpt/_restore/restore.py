@@ -102,9 +102,9 @@ def restore(
             dots in the names of tensors make nested dicts.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
             structure, dtype, sharding and layout, or what `jaxckpt.open` returns, for the same tree
-            as in that checkpoint. If None, the tree is restored as it was saved. A cast
-            never turns float into int, int into bool or signed into unsigned, and loses no value:
-            integers stay the same number, finite values finite. It may round floats.
+            as in that checkpoint. If None, the tree is restored as it was saved. A cast never turns
+            float into int, int into bool or signed into unsigned, and may round floats; integers
+            stay the same number, finite values finite. Leaves without a sharding get the saved one.
         step: A step of the run at `path`, as in `restore("run/20")` for plain names.
         item: Name of the item, if the checkpoint has several trees.
         mesh: Puts the saved PartitionSpecs on this mesh.
@@ -130,7 +130,7 @@ def restore(
 
     Returns:
         The tree, with the types of `like`, or else with the saved types that can be rebuilt safely.
-        Without a target, arrays return to their devices, or to an available mesh of the same axes.
+        Saved shardings use the saved devices, or else a mesh of the same axes on those there are.
 
     Raises:
         CheckpointNotFound: `path` lacks a committed checkpoint.
