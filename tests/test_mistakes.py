@@ -152,9 +152,13 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "saved twice": (lambda s: SAVE("one", s), ("one already exists", "overwrite")),
     "arguments swapped": (lambda s: SAVE(s, "x"), ("save: path must be", "save(path, tree)", "{")),
-    "a function as leaf": (lambda s: SAVE("f", {"a": len}), ("a: is a", "Leave them out")),
+    "a function as leaf": (lambda s: SAVE("f", {"a": len}), ("a: is a", "Leave out, or convert")),
     "an object as leaf": (lambda s: SAVE("f", {"a": object()}), ("a: is a builtins.object",)),
     "an array of text": (lambda s: SAVE("f", {"a": np.array(["a"])}), ("a: has dtype <U1",)),
+    "an object without a state as item": (
+        managed(lambda m: m.save(40, {}, items={"data": object()})),
+        ("item 'data'", "get_state and set_state can be an item"),
+    ),
     "in jit": (in_jit, ("a: is traced; call save outside jit",)),
     "a donated leaf": (donated, ("a: was deleted or donated", "before the call that donates")),
     "another shape": (
@@ -228,6 +232,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "options=": (lambda s: MANAGER("run", options=None), ("save=SavePolicy(...)",)),
     "save=100": (lambda s: MANAGER("run", save=100), ("a SavePolicy(every_steps=...), got 100",)),
     "keep=3": (lambda s: MANAGER("run", keep=3), ("a KeepPolicy(last=...), got 3",)),
+    "incremental=True": (
+        lambda s: MANAGER("run", incremental=True),
+        ("incremental must be 'auto' or False, got True",),
+    ),
+    "a list as metadata of a run": (
+        lambda s: MANAGER("run", run_metadata=[1]),
+        ("run_metadata must be a dict of JSON values: 'list' object is not a mapping",),
+    ),
     "an option unknown": (lambda s: MANAGER("run", xyz=1), ("'xyz'. It has directory, save",)),
     "mode='read'": (lambda s: MANAGER("run", mode="read"), ("mode must be 'w' or 'r'",)),
     "a directory twice": (

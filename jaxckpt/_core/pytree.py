@@ -149,7 +149,8 @@ def flatten(tree: object) -> tuple[Flat, list[jax.Array | np.ndarray[Any, Any]]]
         raise UnsupportedLeaf(
             f"{counted(len(problems), 'leaf')} cannot be saved; nothing was written:\n"
             + "\n".join(problems[:50])
-            + "\nLeave them out of the tree, or convert them to arrays."
+            + "\nLeave out, or convert, what is not a number, text or array of numbers. An object "
+            "with get_state and set_state can be an item: manager.save(..., items={...})."
         )
     if not pairs:
         raise UnsupportedLeaf("nothing to save: the tree has no leaves and no containers")

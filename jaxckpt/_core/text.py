@@ -100,12 +100,11 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[bool] = ()) -> lis
         >>> aligned([("step", "size"), ("1", "10 kB"), ("200", "3 kB")], right=(True, False))
         ['step  size', '   1  10 kB', ' 200  3 kB']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = list(right) or [False] * len(widths)
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = list(right) or [False] * len(wide)
     lines = []
     for row in rows:
-        cells = zip(row, widths, sides, strict=True)
-        padded = [cell.rjust(n) if is_right else cell.ljust(n) for cell, n, is_right in cells]
+        padded = [c.rjust(n) if r else c.ljust(n) for c, n, r in zip(row, wide, sides, strict=True)]
         lines.append("  ".join(padded).rstrip())
     return lines
 

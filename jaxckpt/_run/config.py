@@ -190,10 +190,9 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Checks those arguments of the manager that nothing else checks."""
-    if arguments["mode"] not in ("w", "r"):
-        raise ValueError(f"{MANAGER}: mode must be 'w' or 'r', got {arguments['mode']!r}")
-    if arguments["incremental"] not in ("auto", False):
-        raise ValueError(f"{MANAGER}: incremental must be 'auto' or False")
+    for name, known in {"mode": ("w", "r"), "incremental": ("auto", False)}.items():
+        if (x := arguments[name]) not in known:
+            raise ValueError(f"{MANAGER}: {name} must be {known[0]!r} or {known[1]!r}, got {x!r}")
     for name, (kind, wanted) in _KINDS.items():
         check_type(MANAGER, name, arguments[name], kind, wanted)
     check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})

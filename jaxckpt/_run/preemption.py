@@ -72,7 +72,7 @@ class Preemption:
             try:
                 if (left_s := notice()) is None:
                     continue
-                self._deadline_s = time.monotonic() + left_s
+                self._deadline_s = time.monotonic() + float(left_s)
             except Exception as error:
                 if not failed:
                     _logger.warning("the notice of the end of this host cannot be asked: %s", error)

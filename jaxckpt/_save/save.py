@@ -210,7 +210,7 @@ def check_metadata(
         return {}
     try:
         # Inside another dict, as it is stored: the levels of both count.
-        return jsontext.loads(jsontext.dumps({name: dict(metadata)}), file=name)[name]
+        return jsontext.loads(jsontext.dumps({name: {**metadata}}), file=name)[name]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a dict of JSON values: {error}") from error
 

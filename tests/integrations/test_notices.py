@@ -238,3 +238,13 @@ def test_a_notice_that_comes_too_late(tmp_path, limits, caplog):
     said = [record.getMessage() for record in caplog.records]
     told = "the upload begins with state: what is not sent is only on the disks of hosts"
     assert any(f"does not fit; it is saved here, and {told}" in s for s in said)
+
+
+def test_a_notice_that_was_not_made_is_reported(tmp_path, limits, caplog):
+    """`notices.gcp` returns a notice and is none itself: `notices.gcp()` is."""
+    limits(preemption, _POLL_S=0.01)
+
+    with CheckpointManager(tmp_path, notice=notices.gcp):
+        wait_until(lambda: "cannot be asked" in caplog.text)
+
+    assert "real number, not 'function'" in caplog.text
