@@ -114,7 +114,7 @@ def _local_tier(fields: dict[str, Any]) -> LocalTier | None:
     fields = _with_policies("local", fields)
     if fields.get("save") == SavePolicy():  # an empty policy
         del fields["save"]
-    return LocalTier(**fields)
+    return LocalTier(**{"directory": None, **fields})
 
 
 def _with_policies(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,10 +39,9 @@ _AUTO: Final = ("mtbf_hours", "processes", *(name for name in _FIELDS if name !=
 
 def _configurable(name: str, target: Any, make: Any = None, **options: Any) -> Any:
     """Registers a function with the arguments of `target`, which may be texts such as "15m"."""
-    make = make or target
 
     def made(*args: Any, **arguments: Any) -> Any:
-        return make(*args, **with_units(name, arguments))
+        return (make or target)(*args, **with_units(name, arguments))
 
     made.__signature__ = inspect.signature(target)  # pyright: ignore[reportFunctionMemberAccess]
     return gin.external_configurable(made, name=name, module="jaxckpt", **options)
@@ -84,7 +83,7 @@ _NO_CLASS: Final = re.compile(r"No configurable matching (?:reference )?'@?([\w.
 
 
 def load(files: Iterable[str | os.PathLike[str]] = (), bindings: Iterable[str] = (), /) -> None:
-    """Reads gin files and then bindings, which override the files.
+    """Reads gin files and then bindings, which override the files; a text is a list of one.
 
     Raises:
         ValueError: a name is unknown; the message suggests the closest one.
@@ -97,11 +96,12 @@ def load(files: Iterable[str | os.PathLike[str]] = (), bindings: Iterable[str] =
             KeepPolicy.lats = 3
         Did you mean 'last'?
     """
+    files = [files] if isinstance(files, str) else files
+    bindings = [bindings] if isinstance(bindings, str) else bindings
     try:
         gin.parse_config_files_and_bindings([os.fspath(file) for file in files], list(bindings))
     except ValueError as error:
-        hint = _hint(str(error))
-        if hint is None:
+        if (hint := _hint(str(error))) is None:
             raise
         raise ValueError(f"{error}\n{hint}") from None
 

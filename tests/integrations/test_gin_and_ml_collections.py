@@ -161,6 +161,15 @@ def test_gin_files_come_before_bindings(configured, tmp_path):
     assert configured.KeepPolicy() == KeepPolicy(last=5, every_steps=100)
 
 
+def test_gin_takes_one_file_and_one_binding(configured, tmp_path):
+    """Each as a text, which is not taken apart into letters."""
+    (tmp_path / "a.gin").write_text("KeepPolicy.last = 3\n")
+
+    configured.load(f"{tmp_path}/a.gin", "KeepPolicy.every_steps = 100")
+
+    assert configured.KeepPolicy() == KeepPolicy(last=3, every_steps=100)
+
+
 @pytest.mark.parametrize(
     ("binding", "hint"),
     [

@@ -145,6 +145,8 @@ def test_a_config_is_not_changed(make, ram_path):
         ),
         ({"save": {"auto": {"mtbf_hours": 1, "every_steps": 3}}}, "save.auto has no field"),
         ({"keep": {"auto": {}}}, "keep has no field 'auto'"),
+        ({"local": {"keep": {"last": 1}}}, "LocalTier: directory must be a path, got None"),
+        ({"local": {"dir": "x"}}, "LocalTier takes no argument 'dir'. It has directory, save,"),
         ({"self": 1}, "the config has no field 'self'"),
         ({"zzz": 1}, "the config has no field 'zzz'. It has directory, save, keep, mode,"),
     ],

@@ -1293,7 +1293,7 @@ def test_a_misspelt_field_of_the_local_place_is_an_error(tmp_path):
     config = {"directory": tmp_path / "run", "local": {"directory": tmp_path, "kep": {}}}
     with pytest.raises(TypeError, match=r"LocalTier takes no argument 'kep'\. Did you mean 'keep'"):
         CheckpointManager.from_config(config)
-    with pytest.raises(TypeError, match="'directory'"):
+    with pytest.raises(TypeError, match="directory must be a path"):
         CheckpointManager.from_config({"directory": tmp_path / "run", "local": {"save": {}}})
 
 
