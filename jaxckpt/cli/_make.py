@@ -16,7 +16,7 @@ import click
 
 from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, SaveFailed
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.run import is_like_step
 
@@ -147,11 +147,10 @@ def upload(
     """
     from jaxckpt._disk.pace import Pace
     from jaxckpt._disk.transaction import refuse_inside
+    from jaxckpt._run import upload as uploads
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
-    from jaxckpt._run.upload import missing_steps
-    from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate
 
@@ -171,17 +170,20 @@ def upload(
             if target.owner() != owner:
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
-        missing, left = ([*steps], []) if steps else missing_steps(source, target)
+        missing, left = ([*steps], []) if steps else uploads.missing_steps(source, target)
         for step in missing:
             try:
-                sent = upload_step(
+                sent = uploads.upload(
                     source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
                 )
-            except (CheckpointError, OSError):
+            except (CheckpointError, OSError) as error:
                 source.forget(step)
-                if steps or source.is_committed(step):
+                is_there = source.is_committed(step)
+                if steps or (is_there and not isinstance(error, CorruptCheckpoint)):
                     raise
-                _output.note(f"step {step} was deleted meanwhile, and is left out")
+                left += [step] if is_there else []
+                gone = f"step {step} was deleted meanwhile, and is left out"
+                _output.note(str(error) if is_there else gone)
                 continue
             done.append(sent)
             if not as_json:
@@ -224,6 +226,8 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
 
     good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)
     check_same_run(good, StepIndex(storage, where, quiet=True), asked_for=True)
+    if good.root == where:
+        raise ValueError(f"OTHER must be another place than ROOT, which is {where}")
     mended: dict[int, list[str]] = {}
     failed: dict[int, str] = {}
     shared: dict[int, list[str]] = {}  # the bad files of failed steps

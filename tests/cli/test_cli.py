@@ -686,6 +686,7 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("export run m", ["m must end in .safetensors, such as {cwd}/m.safetensors"]),
         ("export run m.safetensors --only step", ["pass --overwrite to replace"]),
         ("export run file/x.safetensors --only step", ["{cwd}/file: Not a directory"]),
+        ("heal run run", ["OTHER must be another place than ROOT, which is"]),
         ("export run m.safetensors --max-shard 0", ["'--max-shard': must be positive, got 0"]),
         ("fork weights x", ["{cwd}/weights is not named like a step; pass a number: --step 0"]),
         ("fork run file", ["{cwd}/file: Not a directory"]),

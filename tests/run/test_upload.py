@@ -239,13 +239,23 @@ def test_a_step_that_its_job_deletes_meanwhile_is_left_out(source, tmp_path, cap
     assert not other.exists()
 
 
-@pytest.mark.parametrize("harm", ["marker", "record", "data", "link", "file"])
+def flip(step):
+    """Flips a bit in the middle of the largest file of a step."""
+    data = max(step.rglob("*"), key=lambda path: path.stat().st_size)
+    flipped = bytearray(data.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    data.write_bytes(flipped)
+
+
+@pytest.mark.parametrize("harm", ["marker", "record", "data", "bits", "link", "file"])
 def test_a_step_that_cannot_be_uploaded_is_named(source, tmp_path, harm):
     """The others are uploaded, and the answer is not that all are there: someone may delete it."""
     step = source / "2"
     if harm in ("link", "file"):
         step.rename(tmp_path / "moved")
         step.symlink_to(tmp_path / "moved") if harm == "link" else step.touch()
+    elif harm == "bits":
+        flip(step)
     else:
         file = {"marker": names.COMMIT_MARKER, "record": names.RECORD}.get(harm)
         (step / file if file else max(step.rglob("d/*"))).unlink()
@@ -338,11 +348,7 @@ def test_what_arrived_is_trusted_only_if_it_is_the_same(source, target):
 
 def test_nothing_wrong_is_sent(source, target, tmp_path):
     """A damaged step, another program's, another step of that number, a run in use."""
-    step = source / "2"
-    data = max(step.rglob("*"), key=lambda path: path.stat().st_size)
-    flipped = bytearray(data.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    data.write_bytes(flipped)
+    flip(source / "2")
     with pytest.raises(CorruptCheckpoint):
         uploading.upload(index_of(source), index_of(target), 2)
     (source / "1" / names.RECORD).unlink()
