@@ -105,7 +105,7 @@ def restore(
             as in that checkpoint. If None, the tree is restored as it was saved. A cast never turns
             float into int, int into bool or signed into unsigned, and may round floats; integers
             stay the same number, finite values finite. Leaves without a sharding get the saved one.
-        step: A step of the run at `path`, as in `restore("run/20")` for plain names.
+        step: The number of a step, if `path` is the root of a run: `restore("run", step=20)`.
         item: Name of the item, if the checkpoint has several trees.
         mesh: Puts the saved PartitionSpecs on this mesh.
         shardings: A sharding for each leaf, as a tree (an entry may cover a container) or as

@@ -52,10 +52,10 @@ class SavePolicy:
         when: A function of the step that must return the same in every process.
         job_mtbf_s: Mean time between failures of the whole job, or "learned". Saves at the interval
             that loses the least time, see `auto`.
-        check_replicas: At the first save, the first after a restore, and each so manieth after
-            these, checks that the replicas of each shard have the same bits, on all devices of all
-            processes. If they differ, a device computes wrongly: the step is marked, see
-            `docs/runs.md`. 0 for never. Not a rule either.
+        check_replicas: Checks that the replicas of each shard have the same bits, on all devices of
+            all processes: at the first save, at the first after a restore, and once in this many
+            saves; 0 for never. If they differ, a device computes wrongly, and the step is marked,
+            see `docs/runs.md`. Not a rule either.
         may_differ: Globs over the paths of leaves whose replicas differ on purpose.
         max_write_bytes_per_s: Limits the rate at which each process writes to the run's directory,
             in saves and in uploads from a local tier, to leave training some of the network. Saves

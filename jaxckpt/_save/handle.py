@@ -66,7 +66,7 @@ class SaveHandle:
         return self._ended.is_set
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Waits until the checkpoint is committed and durable.
+        """Waits for the commit. With `local=` that is the local one; see `durable` for the upload.
 
         Raises:
             CheckpointTimeout: the save is still under way after `timeout_s` and continues.

@@ -49,7 +49,7 @@ from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import path_text
 from jaxckpt.storage import Storage, together
 
-# At each so manieth step, shards that changed get fingerprints again.
+# Once in this many steps, shards that changed get fingerprints again.
 _ASKED_EVERY: Final = 10
 # A file of which less is still in use is not linked: the rest would stay on the disk for nothing.
 _LEAST_USED: Final = 0.5
