@@ -269,6 +269,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         managed(lambda m: m.save(5, make_state())),
         ("step 5 is older than step 30", "manager.delete", "jaxckpt.fork"),
     ),
+    "a step again with force": (
+        managed(lambda m: m.save(30, make_state(), force=True)),
+        ("run/30 already exists or is being saved", "delete it first (manager.delete)"),
+    ),
+    "saved over a run": (
+        lambda s: SAVE("run", s),
+        ("run is a directory but not a checkpoint, and contains 10, 20, 30", "run/NAME"),
+    ),
     "a step of 1.0": (managed(lambda m: m.save(1.0, {})), ("step must be an int, got 1.0",)),
     "a step of True": (managed(lambda m: m.save(True, {})), ("step must be an int, got True",)),
     "metrics=0.5": (managed(lambda m: m.save(40, {}, metrics=0.5)), ("dict of numbers by name",)),

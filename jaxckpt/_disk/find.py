@@ -481,7 +481,7 @@ def marked_as(found: Found) -> str:
 
 def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:
     for problem in problems:
-        _logger.warning("skipped a step of %s and took %s: %s", root, good, problem)
+        _logger.warning("%s: took %s. Skipped: %s", root, good, problem)
 
 
 def neighbours(storage: Storage, path: str) -> str:

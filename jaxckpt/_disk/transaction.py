@@ -376,7 +376,7 @@ def _is_there(storage: Storage, file: str) -> bool:
 def _lies_in(path: str, checkpoint: str) -> StepExists:
     return StepExists(
         f"{path} lies inside the checkpoint {checkpoint}, and would be deleted with it. Save "
-        "elsewhere; what is there already can be moved."
+        "elsewhere. A run or checkpoint that is inside already can be moved out."
     )
 
 
@@ -414,9 +414,8 @@ def check_target(
         return []
     if _MARKS.isdisjoint(inside):
         found = ", ".join(sorted(inside)[:8]) or "nothing"
-        raise StepExists(
-            f"{path} is a directory but not a checkpoint, and is not replaced. It contains {found}"
-        )
+        what = f"a directory but not a checkpoint, and contains {found}"
+        raise StepExists(f"{path} is {what}. It is not replaced: choose {path}/NAME, say.")
     if not overwrite:
         may_replace = commit_of(storage, path).replaces and not in_run
         instead = "set overwrite to replace it" if may_replace else "delete it first"

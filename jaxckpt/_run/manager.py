@@ -264,7 +264,7 @@ class CheckpointManager:
                 computed. `keep` may rank by a metric.
             dtype: Saves the floating-point arrays of `state`, but not of `items`, in this dtype;
                 see `jaxckpt.save`.
-            force: Whether to save even if the step is not due.
+            force: Whether to save even if the step is not due; it replaces no step.
             custom_metadata: JSON to store with the step.
 
         Returns:

@@ -97,8 +97,8 @@ class Position:
                 return
         index = self.roots[0].index
         if step == floor or is_in_any(self.roots, lambda root: step in root.index.listing().steps):
-            path = index.path(step)
-            raise StepExists(f"{path} already exists or is being saved; it was not changed")
+            what = f"{index.path(step)} already exists or is being saved"
+            raise StepExists(f"{what}. Save a later step, or delete it first (manager.delete)")
         raise ValueError(
             f"step {step} is older than step {floor}, the newest of {index.root}. To continue from "
             "an earlier step, delete the later ones (manager.delete) or start a new run from it "

@@ -861,7 +861,7 @@ def test_a_warning_is_told_on_stderr(root):
 
     assert code == 0
     assert f"{root}/200 item" in out
-    assert err.startswith(f"warning: skipped a step of {root} and took 200: 300: ")
+    assert err.startswith(f"warning: {root}: took 200. Skipped: 300: ")
 
 
 def test_a_terminal_gets_a_table_and_a_pipe_plain_text(root):

@@ -971,7 +971,7 @@ def test_a_damaged_newest_step_is_skipped(run, caplog, folder):
     got = jaxckpt.restore(run)
 
     assert got["w"][0] == 1
-    assert [message.split(": ")[1] for message in caplog.messages] == ["3", "2"]
+    assert [message.split(": ")[2] for message in caplog.messages] == ["3", "2"]
     assert all("damaged" in message for message in caplog.messages)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     if not folder:
