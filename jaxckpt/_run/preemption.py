@@ -55,6 +55,8 @@ class Preemption:
         if listens and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS if self._count == 1 else (signal.SIGUSR1,):
                 self._before[number] = signal.signal(number, self._handler)
+        elif listens and self._count == 1:
+            _logger.warning("this manager hears no signal: it was not made in the main thread")
         if listens and notice is not None:
             poll = threading.Thread(target=self._poll, args=[notice], name="jaxckpt-notice")
             poll.daemon = True  # the end of the program does not wait for a notice
@@ -103,9 +105,8 @@ class Preemption:
 
     def _warn_if_deaf(self) -> None:
         """Reports once that another handler took the place of this one; in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in self._before if not self._is_deaf else ():
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in self._before if is_main and not self._is_deaf else ():
             owner = getattr(handler := signal.getsignal(number), "__self__", None)
             if handler is not self._handler and not isinstance(owner, Preemption):
                 self._is_deaf = True

@@ -2798,6 +2798,16 @@ def test_a_handler_that_came_later_is_told(tmp_path, caplog):
     assert text.startswith("another handler of SIGTERM was set after the manager")
 
 
+def test_a_manager_of_another_thread_hears_no_signal(tmp_path, caplog):
+    """Python gives them to the main thread only; a reader needs none."""
+    with ThreadPoolExecutor() as threads:
+        for mode in ("w", "r"):
+            threads.submit(CheckpointManager, tmp_path, mode=mode).result().close()
+
+    (text,) = caplog.messages
+    assert text == "this manager hears no signal: it was not made in the main thread"
+
+
 def test_processes_that_cannot_agree_are_not_stopped(caplog):
     """Where jax's service is off, a notice or signal would end them before they save."""
     before = signal.getsignal(signal.SIGUSR1)
