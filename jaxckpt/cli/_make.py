@@ -129,7 +129,7 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
     help="Only this step. Repeatable.",
     shell_complete=_options.complete_steps,
 )
-@click.option("--max-rate", type=_options.SIZE, help="Send at most SIZE a second, such as 50MB.")
+@click.option("--max-rate", type=_options.RATE, help="Send at most SIZE a second, such as 50MB.")
 @click.option("--no-job", is_flag=True, help="Assume no job at DST (file system without locks).")
 @_options.as_json
 def upload(

@@ -73,6 +73,7 @@ class _Quantity(click.ParamType):
 
 
 SIZE: Final = _Quantity("size", size_of)
+RATE: Final = _Quantity("size", lambda text: size_of(text.removesuffix("/s")))
 AGE: Final = _Quantity("age", seconds_of)
 STEP: Final = click.IntRange(min=0)
 STEP.name = "number of a step"  # for errors

@@ -88,7 +88,16 @@ def seven():
 value = 7
 """
 SIZES = ["--hosts", "2", "--devices-per-host", "4", "--mesh", "dp=4,tp=2"]
-RATES = ["--store-rate", "1MB", "--host-rate", "100kB", "--link-rate", "1MB", "--disk-rate", "2MB"]
+RATES = [
+    "--store-rate",
+    "1MB",
+    "--host-rate",
+    "100kB/s",
+    "--link-rate",
+    "1MB",
+    "--disk-rate",
+    "2MB",
+]
 RATES += ["--copy-rate", "1MB", "--mtbf", "100h"]
 
 
@@ -164,8 +173,8 @@ def test_what_cannot_be_planned_is_named(model, target, problem):
     ("mesh", "problem"),
     [
         ("dp=4,tp=4", "the mesh has 16 devices, but 2 hosts of 4 devices have 8"),
-        ("dp4", "must be axes and their sizes"),
-        ("dp=0,tp=8", "must be axes and their sizes"),
+        ("dp4", "must be axes and sizes"),
+        ("dp=0,tp=8", "must be axes and sizes"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(model, mesh, problem):

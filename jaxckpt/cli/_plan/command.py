@@ -38,16 +38,14 @@ class _Axes(click.ParamType):
         pairs = [re.fullmatch(r"\s*(\w+)=(\d+)\s*", one) for one in str(value).split(",")]
         found = {pair[1]: int(pair[2]) for pair in pairs if pair}
         if len(found) < len(pairs) or 0 in found.values():
-            self.fail(
-                f"must be axes and their sizes, such as dp=16,tp=4, got {value!r}.", param, ctx
-            )
+            self.fail(f"must be axes and sizes, such as dp=16,tp=4, got {value!r}.", param, ctx)
         return found
 
 
 def _rates(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, what in reversed(_RATES.items()):
         text = f"{what} Bytes in a second, such as 10GB."
-        command = click.option(f"--{name}-rate", name, type=_options.SIZE, help=text)(command)
+        command = click.option(f"--{name}-rate", name, type=_options.RATE, help=text)(command)
     return command
 
 
