@@ -337,9 +337,10 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
 
     That is `CorruptCheckpoint`, unless it is an I/O failure (see `is_io_failure`).
     """
-    file = _file_in(str(error), path)
+    file = _file_in(text := str(error), path)
     where = f"leaf {leaf}: " if leaf else ""
-    told: OSError = damaged(file, f"{where}stored data cannot be read: {error}", leaf=leaf)
+    what = f"{where}is damaged: {text.removeprefix(f'{file}: ')}"
+    told: OSError = damaged(file, what, leaf=leaf)
     if _STORE_FAILURE.match(str(error)):
         told = StoreError(f"{file}: {where}cannot be read: {error}")
     if code := os_code_in(str(error)):

@@ -217,9 +217,7 @@ def open_store(
     try:
         from obstore.exceptions import BaseError
     except ImportError:
-        raise UnsupportedFormat(
-            f"{scheme}://{bucket} needs the package obstore: pip install obstore"
-        ) from None
+        raise UnsupportedFormat(f"{scheme}://{bucket} needs obstore: pip install obstore") from None
     try:
         return _client(scheme, bucket, settings, source, tries)
     except BaseError as error:

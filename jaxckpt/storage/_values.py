@@ -141,7 +141,7 @@ def _take(
     """Adds the values in nodes, up to `most` in all; yields references to the nodes below."""
     calls = [partial(read_place, storage, path, node.place) for node in some]
     for (place, prefix, height), data in zip(some, together(storage, calls), strict=True):
-        where = f"{path}/{place.file}: the node at {place.offset}"
+        where = f"{path}/{place.file}: the index node at byte {place.offset}"
         decode = partial(ocdbt.decode_node, wanted=wanted, most=most)
         if ocdbt.is_compressed(data):
             from jaxckpt.storage._arrays import dump_node as decode

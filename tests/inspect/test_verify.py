@@ -233,6 +233,18 @@ def test_the_leaf_and_the_file_are_named(saved, damaged):
     assert same(jaxckpt.restore(damaged, skip="value")["small"], sample_tree()["small"])
 
 
+def test_damage_of_an_index_is_told_as_damage(tmp_path):
+    """Not as a failed read; the path is in the message once."""
+    jaxckpt.save(tmp_path / "a", {"w": np.ones(9, np.float32)})
+    file = min(data_files(tmp_path / "a"), key=lambda file: file.stat().st_size)
+    flip(file, 100)
+
+    (problem,) = jaxckpt.verify(tmp_path / "a").problems
+
+    assert problem.message.startswith(f"{file}: is damaged: the index node at byte 0: checksum")
+    assert problem.message.count(str(file)) == 1
+
+
 def test_every_bad_leaf_is_named_not_only_the_first(saved, damaged):
     """Damage to several leaves, of several layouts, is all reported in one go."""
     tree = sample_tree()
