@@ -140,7 +140,7 @@ CEILINGS = {
     "manager open + save": (3958, 16, 41),
     "open + save, local": (6308, 18, 130),
     "restore(path, like)": (2240, 14, 8),
-    "manager.restore(like)": (2709, 18, 10),
+    "manager.restore(like)": (2710, 18, 10),
     "open": (598, 10, 5),
     "verify": (1890, 15, 17),
 }
