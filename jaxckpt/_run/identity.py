@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from jaxckpt._disk.found import record_at
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.listing import check_root
 from jaxckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -36,7 +37,7 @@ def _in_steps(index: StepIndex) -> Identity | None:
 
 def identities_in(local: StepIndex) -> dict[str, Identity | None]:
     """Returns the roots in a local directory that may have the steps of a run, and their ids."""
-    guests = [name for name in local.entries() if names.is_guest(name)]
+    guests = [name for name in check_root(local.storage, local.root) or () if names.is_guest(name)]
     roots = [local.root, *(f"{local.root}/{name}" for name in guests)]
     return {root: read_identity(StepIndex(local.storage, root, quiet=True)) for root in roots}
 

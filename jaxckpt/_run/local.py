@@ -125,8 +125,7 @@ def settle(
             met.value = disk = _token(machine(), posixpath.dirname(mine["root"]))
         read = {names.share(rank) for rank in range(met.value[disk])}  # by processes of this job
         mine["others"] = [one for one in mine["others"] if posixpath.basename(one) not in read]
-    if text is not None and away is None:
-        away = OSError(errno.EIO, text)
+    away = away or (None if text is None else OSError(errno.EIO, text))
     guest = names.guest(_token(found, directory.root))
     return Local(run=found, share=share, guest=guest, away=away, **mine)
 

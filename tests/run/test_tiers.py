@@ -141,6 +141,14 @@ def test_each_place_has_its_own_policies(directory, local):
         assert manager.tiers["durable"] == [12, 13]
 
 
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_file_is_no_local_directory(tmp_path, below):
+    (tmp_path / "file").write_text("x")
+
+    with pytest.raises(NotADirectoryError, match=f"{tmp_path}/file{below} .*cannot hold a run"):
+        CheckpointManager(tmp_path / "run", local=f"{tmp_path}/file{below}")
+
+
 @pytest.mark.parametrize("below", ["run", "run/local", ""])
 def test_the_places_are_apart_also_by_links(tmp_path, below):
     (tmp_path / "shared" / "run").mkdir(parents=True)
