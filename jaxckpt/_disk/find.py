@@ -491,6 +491,6 @@ def neighbours(storage: Storage, path: str) -> str:
         return f"{parent} is not a directory."
     if names.RECORD in (entries := storage.entries(parent)):
         return f"{parent} is itself a checkpoint."
-    near = [name for name in entries if not names.is_temporary(name)]
+    near = [n for n in entries if not (names.is_temporary(n) or n.startswith("_jaxckpt."))]
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
     return f"{parent} contains {shown or 'nothing'}."
