@@ -248,9 +248,11 @@ class Saver:
         self, given: Given, name: str, meter: Meter, problem: Exception | None, *, skips: bool
     ) -> SaveHandle:
         """Lets the saving thread write what was taken, or report why that is not possible."""
-        step, root, upload = given.step, self._root, None
+        step, root, upload, durable = given.step, self._root, None, None
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, given, name)
+            if root is self._root:
+                durable = partial(self._tiers.wait_for, step, upload)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)
         if problem is None and not self.incremental.link(given.taken, root, work):
@@ -258,7 +260,6 @@ class Saver:
             problem = self._problem_of(lambda: taking.take(given, meter, self.worker.under_way()))
         self.comparisons.count(given.replicas)
         request = self._request(given, root, name, token, meter, problem=problem, skips=skips)
-        durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         trees = given.trees if self.incremental.storage else []
         saving = SavingStep(handle, root, upload, trees, given.numbers)

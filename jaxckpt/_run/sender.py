@@ -69,7 +69,7 @@ class Sender:
         self.pace = pace
         shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
-        self._bytes_per_s: float | None = None  # of the last upload without a limit
+        self._bytes_per_s: float | None = None  # of the last upload
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest: int | None = None
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
@@ -81,9 +81,8 @@ class Sender:
     def go_back(self, newest: int | None) -> None:
         """Forgets the steps after `newest`, which are gone; an older upload may still follow it."""
         limit, both = -1 if newest is None else newest, (self.newest, self.newest_direct)
-        self.newest, self.newest_direct = (
-            n if n is not None and n <= limit else None for n in both
-        )
+        left = (n if n is not None and n <= limit else None for n in both)
+        self.newest, self.newest_direct = left
 
     def has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
@@ -138,7 +137,7 @@ class Sender:
             text = f"{done.path}: the parts of processes {done.lacks} have not come"
             raise CheckpointTimeout(text, missing=done.lacks)
         seconds = time.monotonic() - start_s
-        if done.sent_bytes and self.pace.max_bytes_per_s is None:
+        if done.sent_bytes:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
         if self.processes.index == 0:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"

@@ -21,13 +21,12 @@ from jaxckpt._run.peers import Peers
 from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.sender import Sender, Upload
-from jaxckpt._run.uploader import Uploader
+from jaxckpt._run.uploader import MEET_S, Uploader
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes, real
 from jaxckpt.types import StepInfo
 
-_MEET_S: Final = 5.0  # for a meeting before a wait that is shorter
 # The space that a save needs, relative to its values, and the least space beyond them.
 _ROOM: Final = 1.02
 _LEAST_ROOM_BYTES: Final = 4 << 20
@@ -92,7 +91,7 @@ class Tiers:
 
         processes, name = self.sender.processes, f"uploads {where}"
         if timeout_s is not None:
-            processes = processes.within(max(timeout_s, _MEET_S))
+            processes = processes.within(max(timeout_s, MEET_S))
         # If process 0 called this alone, the next calls of the others would get its answer.
         processes.gather(name, None, len)
         decided = lead(processes.within(processes.timeout_s + 60), name, wait, where=where)
@@ -151,7 +150,8 @@ class Tiers:
         """Returns what the other processes need for their own disks, if they have any."""
         if self.local.group.part is None:
             return None
-        return {"stay": self.local.index.steps(), "uploads": self.uploader.attempts()}
+        attempts, urgent = self.uploader.attempts(), self.uploader.urgent
+        return {"stay": self.local.index.steps(), "uploads": attempts, "urgent": urgent}
 
     def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
         """Does on this process's disk what process 0 decided, after a local commit if given."""
@@ -159,20 +159,18 @@ class Tiers:
             return
         if info is not None:
             self.local.follow(info, decided["stay"])
-        self.uploader.follow(decided["uploads"])
+        self.uploader.follow(decided["uploads"], decided["urgent"])
 
     def wait_for(
-        self, root: Root, step: int, upload: Upload | None, timeout_s: float | None
+        self, step: int, upload: Upload | None, saved: Callable[[], None], timeout_s: float | None
     ) -> None:
-        """Waits until a step is committed in the directory."""
-        if root is self.directory:
-            return
+        """Waits until a step is saved here, as `saved` does, and committed in the directory."""
         if upload is None:
-            raise ValueError(
-                f"step {step} stays in {root.index.root}: the policy `save` does not name it for "
-                f"{self.directory.index.root}"
-            )
-        self.uploader.wait_for(upload, timeout_s)
+            saved()
+            here, there = self.local.index.root, self.directory.index.root
+            why = f"the policy `save` does not name it for {there}"
+            raise ValueError(f"step {step} stays in {here}: {why}")
+        self.uploader.wait_for(upload, saved, timeout_s)
 
 
 def _peers_of(tier: LocalTier, local: Root, settled: Local) -> Peers:

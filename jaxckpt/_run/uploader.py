@@ -25,8 +25,9 @@ from jaxckpt._run.sender import Sender, Upload, may_pass
 from jaxckpt._save.worker import AGAIN, Failure, Worker
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Processes, lead, meeting
 
+MEET_S: Final = 5.0  # for a meeting before a wait that is shorter
 _MOST_WAITING: Final = 2  # besides the upload under way
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
@@ -82,17 +83,19 @@ class Uploader:
         found = sorted(self.worker.under_way(), key=lambda one: one.step)
         return [(one.step, self.sender.token_of(one)) for one in found]
 
-    def follow(self, attempts: Iterable[tuple[int, str]]) -> None:
+    def follow(self, attempts: Iterable[tuple[int, str]], urgent: int | None = None) -> None:
         """Lets a process other than 0 send its parts of these steps, once they have begun.
 
         Process 0 tells the tokens: a process that has lost its part refuses it by them.
         """
         if self._senders.index == 0:
             return
-        steps = dict(attempts)
+        steps, self.urgent = dict(attempts), self.urgent if urgent is None else urgent
         with self.worker.lock:
             if (current := self.worker.current) is not None:
                 self._taken.add((current.step, current.token))
+                if self.urgent in steps and self.urgent != current.step:
+                    self.sender.pace.give_way()
             left = {one.step: one for one in self._waiting()}
             self._taken.difference_update((step, one.token) for step, one in left.items())
             self._taken.intersection_update(steps.items())
@@ -109,8 +112,7 @@ class Uploader:
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
         with self.worker.lock:
-            newest = self.sender.newest
-            self.sender.newest = one.step if newest is None else max(one.step, newest)
+            self.sender.newest = max(one.step, self.sender.newest or 0)
             one.has_ended = True
             self.worker.changed.notify_all()
 
@@ -144,8 +146,8 @@ class Uploader:
         """Returns the steps that are not uploaded yet, the newest last."""
         return sorted(one.step for one in self.worker.under_way())
 
-    def wait_for(self, one: Upload, timeout_s: float | None = None) -> None:
-        """Waits until a step is committed in the directory, alike in all processes.
+    def wait_for(self, one: Upload, saved: Callable[[], None], timeout_s: float | None) -> None:
+        """Waits until a step is committed locally, then in the directory, alike in all processes.
 
         Raises:
             CheckpointTimeout: it is not, after `timeout_s`; the upload continues.
@@ -168,8 +170,11 @@ class Uploader:
             if one.error is not None:
                 raise one.error
 
-        processes = processes.within(limit_s + processes.timeout_s)
-        lead(processes, f"upload {one.path}", wait, where=one.path)
+        name, meets = f"upload {one.path}", processes.within(limit_s + MEET_S)
+        # Otherwise a process whose local save is late would leave the others, and be a call behind.
+        with meeting(meets, f"{name} saved", where=one.path):
+            saved()
+        lead(processes.within(limit_s + processes.timeout_s), name, wait, where=one.path)
 
     def _left(self, steps: Sequence[int], when: str = "") -> str:
         """Returns which steps are not uploaded, and what to do about it."""
@@ -206,6 +211,8 @@ class Uploader:
             for one in waiting:
                 if self._leads or self.sender.has_begun(one):
                     return one
+                if one.step == self.urgent:  # process 0 is about to begin it
+                    break
             with worker.lock:
                 worker.changed.wait(look_s)
             look_s = min(2 * look_s, _LONGEST_LOOK_S)

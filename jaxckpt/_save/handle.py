@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from jaxckpt._core.check import calling
@@ -28,13 +29,13 @@ class SaveHandle:
         self,
         job: SaveJob,
         worker: Worker[SaveHandle],
-        wait_durable: Callable[[float | None], None] | None = None,
+        wait_durable: Callable[[Callable[[], None], float | None], None] | None = None,
     ) -> None:
         """Returns a handle; the worker calls `attempt`.
 
         Args:
             wait_durable: Waits until the step is in the run's directory, if it is saved elsewhere
-                first.
+                first; given what waits for that.
         """
         self.path = job.request.path
         self.timing: Timing | None = None
@@ -101,9 +102,8 @@ class SaveHandle:
             CheckpointTimeout: the save or the upload is still under way after `timeout_s`.
             SaveFailed: the upload was given up; the step is still there locally.
         """
-        self.result(timeout_s)
-        if self._wait_durable is not None:
-            self._wait_durable(timeout_s)
+        saved = partial(self.result, timeout_s)
+        return saved() if self._wait_durable is None else self._wait_durable(saved, timeout_s)
 
     def on_end(self, callback: Callable[[SaveHandle], object]) -> None:
         """Calls a function with this handle when the save has ended, at once if it has.

@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, LocalTier, SavePolicy
+from jaxckpt._disk.pace import Pace
 from jaxckpt._run import preemption
 from jaxckpt.integrations import notices
 from tests.waiting import wait_until
@@ -174,6 +175,13 @@ def test_a_manager_saves_when_there_is_a_notice(tmp_path, limits, caplog, tiers)
         assert reader.latest_step() == 7
 
 
+class SlowNetwork(Pace):
+    """An upload of a step takes a second, without a limit that is lifted."""
+
+    def wait(self, size):
+        self.rest(size / 400_000)
+
+
 @pytest.mark.parametrize(("left_s", "order"), [(60.0, [1, 3, 2]), (0.5, [1, 2, 3])])
 def test_an_older_upload_gives_way_if_the_last_one_fits(tmp_path, limits, caplog, left_s, order):
     """Otherwise the older one, which is further, is more likely to arrive."""
@@ -183,12 +191,12 @@ def test_an_older_upload_gives_way_if_the_last_one_fits(tmp_path, limits, caplog
         caplog.at_level(logging.INFO, "jaxckpt"),
         CheckpointManager(
             tmp_path / "run",
-            # An upload of a step takes a second.
-            save=SavePolicy(every_steps=1, max_write_bytes_per_s=400_000),
+            save=SavePolicy(every_steps=1),
             notice=lambda: left_s if noticed.is_set() else None,
             local=LocalTier(tmp_path / "local"),
         ) as manager,
     ):
+        manager._tiers.sender.pace = SlowNetwork()
         manager.save(1, {"w": np.zeros(100_000, np.float32)}).durable()
         manager.save(2, {"w": np.ones(100_000, np.float32)}).result()
         noticed.set()

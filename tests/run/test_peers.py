@@ -192,10 +192,11 @@ def test_a_redirect_does_not_carry_the_password(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("url", ["http://ann:s3cret@host/", "ftp://host/", "http://host/?a=b", 3])
 def test_a_peer_is_a_plain_url(url):
-    with pytest.raises(ValueError, match="JAXCKPT_PEER_PASSWORD") as raised:
+    with pytest.raises(ValueError, match="a peer must be http:// or https://") as raised:
         jaxckpt.LocalTier("/mnt/nvme", peers=[url])
 
     assert "s3cret" not in str(raised.value)
+    assert ("JAXCKPT_PEER_PASSWORD" in str(raised.value)) == ("@" in str(url))
 
 
 def test_a_step_is_announced_before_it_is_committed(tmp_path):

@@ -27,7 +27,13 @@ from jaxckpt._disk.find import find
 from jaxckpt._run import one_step, tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import upload_token
-from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.errors import (
+    CheckpointNotFound,
+    CheckpointTimeout,
+    ProcessesDisagree,
+    SaveFailed,
+    StepExists,
+)
 from jaxckpt.format import names
 from jaxckpt.format import step as step_format
 from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
@@ -139,6 +145,27 @@ def test_each_place_has_its_own_policies(directory, local):
         assert manager.save(13, state(13), force=True) is not None
         manager.wait_until_finished()
         assert manager.tiers["durable"] == [12, 13]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_whose_local_save_is_late_leaves_no_wait_behind(tmp_path, late):
+    """A wait without time fails in all processes, and the next one succeeds in all."""
+    asked = threading.Event()
+
+    def job(processes):
+        local = LocalTier(tmp_path / f"local{processes.index}", durable_timeout_s=60.0)
+        with CheckpointManager(tmp_path / "run", local=local, timeout_s=60.0) as manager:
+            handle = manager.save(1, state(1))
+            if processes.index == late:
+                handle.on_end(lambda _: asked.wait(60))
+            with pytest.raises((CheckpointTimeout, ProcessesDisagree)):
+                handle.durable(0.0)
+            processes.within(60).gather("asked", None, len)
+            asked.set()
+            handle.durable()
+        return (tmp_path / "run" / "1" / names.COMMIT_MARKER).exists()
+
+    assert simulate(2, job) == [True, True]
 
 
 @pytest.mark.parametrize("below", ["", "/below"])
