@@ -89,14 +89,14 @@ class Saver:
         self._closing = ExitStack()  # given back after the last save
         self.incremental = Incremental(self._root, wanted=options.incremental)
         self._pace = Pace(options.policy.max_write_bytes_per_s)  # of saves to the directory
-        paces = [self._pace, *([tiers.sender.pace] if tiers else [])]
+        hurries = [self._pace.lift, *([tiers.uploader.worker.hurry] if tiers else [])]
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
             name=f"jaxckpt-manager {self._index.root}",
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
             idle=self._idle,
-            hurry=lambda: [pace.lift() for pace in paces],
+            hurry=lambda: [hurry() for hurry in hurries],
             last=self._closing.close,
         )
         self.ledger = roots[-1].ledger

@@ -54,7 +54,7 @@ class Uploader:
             name=f"jaxckpt-upload {self._root}",
             where=self._root,
             timeout_s=self._processes.timeout_s,
-            hurry=sender.pace.lift,
+            hurry=self._hurry,
             pick=self._pick,
             stopping=self._stop,
             late=lambda when: self._left(self.steps(), when),
@@ -195,6 +195,13 @@ class Uploader:
         senders = self._senders.within(self._processes.timeout_s + _LONGEST_PAUSE_S)
         lead(senders, f"uploads {self._root}/end", wait, where=self._root)
 
+    def _hurry(self) -> None:
+        """Lifts the limit of the rate and ends the pause after an error."""
+        self.sender.pace.lift()
+        with self.worker.lock:
+            self._pause_s = 0.0
+            self.worker.changed.notify_all()
+
     # --- in the thread ---------------------------------------------------------------------------
 
     def _pick(self) -> Upload | None:
@@ -202,7 +209,7 @@ class Uploader:
         worker, look_s = self.worker, _FIRST_LOOK_S
         self.drop_oldest()
         with worker.lock:
-            worker.changed.wait_for(lambda: worker.is_stopped, self._pause_s)
+            worker.changed.wait_for(lambda: worker.is_stopped or not self._pause_s, self._pause_s)
         while not worker.is_stopped:
             self.sender.pace.gives_way = False  # before the look that shows what is urgent
             waiting = sorted(worker.under_way(), key=lambda one: -one.step)

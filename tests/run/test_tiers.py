@@ -258,6 +258,18 @@ def test_an_upload_is_tried_again_until_the_store_is_back(tmp_path, local, store
         assert manager.tiers["durable"] == [1, 2]
 
 
+def test_closing_ends_the_pause_after_an_error(tmp_path, local, store, limits):
+    """Which may be long, when the store has answered again for a while."""
+    limits(uploader, _FIRST_PAUSE_S=3600.0, _LONGEST_PAUSE_S=3600.0)
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.away = OSError(errno.EIO, "away")
+        manager.save(1, state(1)).result()
+        wait_until(lambda: manager._tiers.uploader._pause_s > 0)
+        store.away = None
+
+    assert jaxckpt.restore(tmp_path / "run")["step"] == 1
+
+
 def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
     """The error is raised once: by the handle, or else by the next call; the step stays local."""
     with CheckpointManager(
