@@ -50,7 +50,7 @@ class Upload:
     caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
     failure: Failure | None = None  # the same, unless it is only reported
-    waits_for: Sequence[int] = ()  # processes; not known
+    waits_for: list[int] = field(default_factory=list)  # processes whose parts have not come
     has_ended: bool = False
 
 
@@ -163,6 +163,7 @@ class Sender:
             pace=self.pace,
             trusted=self._trusted,
             parts=one.parts,
+            lacks=one.waits_for,
             wait_s=self.processes.timeout_s,
         )
 

@@ -156,32 +156,32 @@ class Part:
         self,
         storage: Storage,
         parts: dict[int, bytes],
+        lacks: list[int],
         rest: Callable[[float], None],
         wait_s: float,
-    ) -> list[int]:
+    ) -> None:
         """Adds to `parts` what the other processes left, once all have.
 
         Args:
+            lacks: Is set to the processes that have left nothing; nothing is taken if that is
+                still so after `wait_s`.
             rest: Waits for some seconds.
-
-        Returns:
-            The processes that have left nothing after `wait_s`; then nothing is taken.
         """
         deadline_s, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         files = {i: names.part(i, self.work.mark) for i in range(1, self.count) if i not in parts}
         while files:
             there = {*storage.entries(self.work.path)}
-            if there.issuperset(files.values()):
+            lacks[:] = [i for i, file in files.items() if file not in there]
+            if not lacks:
                 break
             if (left_s := deadline_s - time.monotonic()) <= 0:
-                return [i for i, file in files.items() if file not in there]
+                return
             rest(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         paths = [f"{self.work.path}/{file}" for file in files.values()]
         reads = [partial(storage.read, path, max_bytes=_MAX_PART_BYTES) for path in paths]
         parts.update(zip(files, together(storage, reads), strict=True))
         storage.delete_files(paths)
-        return []
 
     def unite(
         self, storage: Storage, parts: Mapping[int, bytes]

@@ -85,6 +85,7 @@ def upload(
     pace: Pace | None = None,
     trusted: dict[str, int] | None = None,
     parts: dict[int, bytes] | None = None,
+    lacks: list[int] | None = None,
     wait_s: float = 0.0,
 ) -> Uploaded:
     """Copies a step that jaxckpt wrote, or the part of it on this disk, and checks every byte.
@@ -94,6 +95,7 @@ def upload(
         trusted: How many steps may refer to each file there before it is read again, kept between
             uploads. If None, all is sent.
         parts: The tables of other processes read so far, kept between tries.
+        lacks: Is set to the processes whose tables are waited for, or have not come.
         wait_s: How long process 0 waits for these tables.
 
     Raises:
@@ -120,7 +122,9 @@ def upload(
     contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
     work = commit_of(target.storage, path).work(token := upload_token(found))
-    part, attempt, lacks, was_pinned = part_of(found, work), None, [], False
+    part, attempt, was_pinned = part_of(found, work), None, False
+    lacks = [] if lacks is None else lacks
+    lacks.clear()
     if part.process == 0:
         attempt = _transaction.begin(
             target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
@@ -149,7 +153,7 @@ def upload(
             part.leave(target.storage)
         elif part.count > 1:
             parts = {} if parts is None else parts
-            lacks = part.take(target.storage, parts, sending.pace.rest, wait_s)
+            part.take(target.storage, parts, lacks, sending.pace.rest, wait_s)
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
             sending.clear(known)

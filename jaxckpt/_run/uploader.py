@@ -163,8 +163,9 @@ class Uploader:
                     lambda: one.has_ended and one is not self.worker.current, limit_s
                 )
             if not is_over:
+                who = f"; it waits for processes {one.waits_for}" if one.waits_for else ""
                 text = f"{one.path}: the upload continues and has not ended after {limit_s:g} s"
-                raise CheckpointTimeout(text)
+                raise CheckpointTimeout(f"{text}{who}", missing=one.waits_for)
             if one.failure is not None:
                 one.failure.hear()
             if one.error is not None:
@@ -207,7 +208,7 @@ class Uploader:
     def _pick(self) -> Upload | None:
         """Waits out the pause after an error; returns the newest step that may be sent."""
         worker, look_s = self.worker, _FIRST_LOOK_S
-        self.drop_oldest()
+        self.drop_oldest(_MOST_WAITING + 1)  # with the one that is picked
         with worker.lock:
             worker.changed.wait_for(lambda: worker.is_stopped or not self._pause_s, self._pause_s)
         while not worker.is_stopped:

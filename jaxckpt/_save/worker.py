@@ -182,11 +182,12 @@ class Worker(Generic[S]):
             raise_first([*self.take_errors(), self._too_late(time.monotonic() - started_s, why)])
 
     def _too_late(self, waited_s: float, why: str) -> CheckpointTimeout:
-        if self.late is not None:
-            return CheckpointTimeout(self.late(f" after {waited_s:.1f} s"))
         left = [*self._saves]
-        missing = left[0].waits_for
-        who = f", the first waits for processes {[*missing]}" if missing else ""
+        missing = sorted({process for one in left for process in one.waits_for})
+        who = f", and wait for processes {missing}" if missing else ""
+        if self.late is not None:
+            text = self.late(f" after {waited_s:.1f} s{who}")
+            return CheckpointTimeout(text, missing=missing)
         return CheckpointTimeout(
             f"{self.where}: after {waited_s:.3g} s, the saves of steps "
             f"{[one.step for one in left]} are still under way{why}{who}; they continue. If they "

@@ -168,6 +168,46 @@ def test_a_process_whose_local_save_is_late_leaves_no_wait_behind(tmp_path, late
     assert simulate(2, job) == [True, True]
 
 
+def test_a_wait_for_an_upload_names_the_processes_whose_parts_have_not_come(tmp_path):
+    def job(processes):
+        local = LocalTier(tmp_path / f"local{processes.index}", durable_timeout_s=60.0)
+        with CheckpointManager(tmp_path / "run", local=local, timeout_s=60.0) as manager:
+            sender, uploads = manager._tiers.sender, manager._tiers.uploader.worker
+            sender.has_begun = lambda one: False  # so that process 1 sends nothing
+            handle = manager.save(1, state(1))
+            handle.result()
+            if processes.index == 0:
+                wait_until(lambda: [one.waits_for for one in uploads.under_way()] == [[1]])
+            processes.within(60).gather("waits", None, len)
+            with pytest.raises(
+                (CheckpointTimeout, ProcessesDisagree), match=r"processes \[1\]"
+            ) as one:
+                handle.durable(0.0)
+            assert processes.index == 1 or one.value.missing == (1,)
+            del sender.has_begun
+            handle.durable()
+
+    simulate(2, job)
+
+
+def test_an_upload_that_gave_way_goes_on_beside_two_that_wait(tmp_path, local, store):
+    """It is one of three for a moment, and the newest of them is about to be sent."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.answers.clear()
+        handles = [manager.save(1, state(1))]
+        handles[0].result()
+        assert store.asked.wait(60)
+        for step in (2, 3):
+            handles.append(manager.save(step, state(step)))
+            handles[-1].result()
+        manager._tiers.sender.pace.give_way()
+        store.answers.set()
+        for handle in handles:
+            handle.durable()
+
+    assert sorted(path.name for path in (tmp_path / "run").glob("?")) == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize("below", ["", "/below"])
 def test_a_file_is_no_local_directory(tmp_path, below):
     (tmp_path / "file").write_text("x")
