@@ -89,12 +89,13 @@ class Tiers:
             raise_first(uploads.take_errors(waited_for))
             return decided
 
-        processes, name = self.sender.processes, f"uploads {where}"
+        limits_s = [one.timeout_s for one in (self.local.group.job, self.sender.processes)]
         if timeout_s is not None:
-            processes = processes.within(max(timeout_s, MEET_S))
+            limits_s = [max(timeout_s, MEET_S), timeout_s]
+        meets, leads = (self.sender.processes.within(limit_s) for limit_s in limits_s)
         # If process 0 called this alone, the next calls of the others would get its answer.
-        processes.gather(name, None, len)
-        decided = lead(processes.within(processes.timeout_s + 60), name, wait, where=where)
+        meets.gather(name := f"uploads {where}", None, len)
+        decided = lead(leads.within(leads.timeout_s + 60), name, wait, where=where)
         self.follow_decided(decided)
 
     def choose_root(self, size_bytes: int, name: str, floor: int | None) -> Root:

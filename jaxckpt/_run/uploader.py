@@ -171,9 +171,10 @@ class Uploader:
             if one.error is not None:
                 raise one.error
 
-        name, meets = f"upload {one.path}", processes.within(limit_s + MEET_S)
+        name, job = f"upload {one.path}", self.sender.source.group.job
+        local_s = job.timeout_s if timeout_s is None else timeout_s
         # Otherwise a process whose local save is late would leave the others, and be a call behind.
-        with meeting(meets, f"{name} saved", where=one.path):
+        with meeting(job.within(local_s + MEET_S), f"{name} saved", where=one.path):
             saved()
         lead(processes.within(limit_s + processes.timeout_s), name, wait, where=one.path)
 
