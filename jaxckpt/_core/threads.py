@@ -11,9 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 T = TypeVar("T")
+
+MOST_S: Final = 1e9  # the system refuses a wait that is much longer
 
 
 class Pool(ThreadPoolExecutor):

@@ -179,7 +179,7 @@ def _chosen(step: Any) -> int | str:
     if not isinstance(step, str):
         return as_step("restore", step)
     if step not in _NAMED:
-        near = int(step) if step.isdecimal() else "best" if step[:1] == "b" else "latest"
+        near = int(step[:18]) if step.isdecimal() else "best" if step[:1] == "b" else "latest"
         wanted = f"a number, 'latest' or 'best', got {step!r}. Did you mean {near!r}?"
         raise ValueError(f"restore: step must be {wanted}")
     return step

@@ -22,6 +22,7 @@ from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import as_step, check_names, check_type, explained, meant, zstd_level
 from jaxckpt._core.text import shown
+from jaxckpt._core.threads import MOST_S
 from jaxckpt._disk.find import read_step
 from jaxckpt._disk.pace import Pace
 from jaxckpt._inspect import open as inspection
@@ -320,6 +321,7 @@ class CheckpointManager:
         if self._saver.ended == FORKED:
             self._refuse()
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
+        timeout_s = timeout_s and min(timeout_s, MOST_S)
         self._saver.wait_for_all(timeout_s)
         if self._tiers is not None:
             self._tiers.finish(timeout_s)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import final
 
 from jaxckpt._core.check import calling
-from jaxckpt._core.threads import Latch
+from jaxckpt._core.threads import MOST_S, Latch
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.worker import Failure, Worker
 from jaxckpt.errors import CheckpointTimeout
@@ -102,7 +102,7 @@ class SaveHandle:
             CheckpointTimeout: the save or the upload is still under way after `timeout_s`.
             SaveFailed: the upload was given up; the step is still there locally.
         """
-        saved = partial(self.result, timeout_s)
+        saved, timeout_s = partial(self.result, timeout_s), timeout_s and min(timeout_s, MOST_S)
         return saved() if self._wait_durable is None else self._wait_durable(saved, timeout_s)
 
     def on_end(self, callback: Callable[[SaveHandle], object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import re
 import shutil
@@ -188,6 +189,16 @@ def test_a_wait_for_an_upload_names_the_processes_whose_parts_have_not_come(tmp_
             handle.durable()
 
     simulate(2, job)
+
+
+def test_a_wait_may_have_no_end(tmp_path, local, store):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.answers.clear()
+        handle = manager.save(1, state(1))
+        assert store.asked.wait(60)
+        threading.Timer(0.1, store.answers.set).start()
+        handle.durable(math.inf)
+        manager.wait_until_finished(math.inf)
 
 
 def test_an_upload_that_gave_way_goes_on_beside_two_that_wait(tmp_path, local, store):
