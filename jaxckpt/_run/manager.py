@@ -314,7 +314,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointTimeout: saves are still under way after `timeout_s`; `missing` has the
-                processes that the first of them waits for.
+                processes that they wait for.
             ValueError: this process was forked from the process that saves.
             Any error of a save that has not been raised yet.
         """
