@@ -139,8 +139,8 @@ CEILINGS = {
     "save again": (1733, 11, 20),
     "manager open + save": (3958, 16, 41),
     "open + save, local": (6314, 18, 130),
-    "restore(path, like)": (2240, 14, 8),
-    "manager.restore(like)": (2710, 18, 10),
+    "restore(path, like)": (2243, 14, 8),
+    "manager.restore(like)": (2713, 18, 10),
     "open": (598, 10, 5),
     "verify": (1890, 15, 17),
 }
@@ -180,7 +180,7 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
     "_convert": (1022, 672),
-    "_core": (2652, 1675),
+    "_core": (2655, 1678),
     "_disk": (5097, 3576),
     "_inspect": (1215, 819),
     "_progress": (223, 167),

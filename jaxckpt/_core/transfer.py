@@ -272,9 +272,12 @@ class Arriving:
 
     def add(self, value: Any) -> None:
         """Takes a value that was placed, and waits for older values if it does not fit yet."""
-        import jax
+        from jax import Array
+        from jax.core import Tracer
 
-        if isinstance(value, jax.Array) and is_away(value.sharding):
+        if isinstance(value, Tracer):
+            raise TypeError("jax traces the caller; call restore outside jit, grad and vmap")
+        if isinstance(value, Array) and is_away(value.sharding):
             self._under_way.append((value, size_bytes := _host_bytes(value)))
             self._taken_bytes += size_bytes
             while self._taken_bytes > self._most_bytes:
@@ -312,6 +315,6 @@ def placing() -> Iterator[None]:
     """Wraps transfers to devices; entering it costs as much as placing a small array."""
     import jax
 
-    # Values are never rounded, also if `jax_enable_x64` is off, and no tracers of a caller's jit.
-    with jax.ensure_compile_time_eval(), jax.enable_x64(True), jax.transfer_guard("allow"):
+    # Keeps 64-bit arrays even if `jax_enable_x64` is off: values are never rounded.
+    with jax.enable_x64(True), jax.transfer_guard("allow"):
         yield
