@@ -149,7 +149,7 @@ def what_fits(
     """
     times = {"a save": save_s, "its upload": upload_s}
     known = {what: seconds for what, seconds in times.items() if seconds is not None}
-    why = "a signal to stop" if left_s is None else f"the end of this host in {left_s:.0f} s"
+    why = "a signal to stop" if left_s is None else f"the end of a host in {left_s:.0f} s"
     fits = left_s is not None and sum(known.values()) <= left_s
     said = "this fits" if fits else "this does not fit; it is tried"
     if left_s is None:

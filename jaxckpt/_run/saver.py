@@ -33,6 +33,7 @@ from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import TreeItem
 from jaxckpt._save.worker import Worker
+from jaxckpt.errors import CheckpointError
 from jaxckpt.format.ledger import PREEMPTED
 from jaxckpt.multihost import Processes, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
@@ -332,11 +333,14 @@ class Saver:
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs what fits into the time that is left; then an older upload gives way to this one."""
+        left_s = self.preemption.left_s
+        with suppress(CheckpointError):  # a host may have ended already
+            brief, name = self._processes.within(_LAST_WORDS_S), f"manager {self.session}/left"
+            left_s = brief.gather(name, left_s, lambda all_: min(filter(None, all_), default=None))
         if self._processes.index != 0:
             return
         save_s, tiers = self.due.schedule.costs.save_s, self._tiers
         upload_s = None if tiers is None else tiers.sender.seconds_for(size_bytes)
-        left_s = self.preemption.left_s
         text, fits = what_fits(left_s, save_s, upload_s, self._options.item if tiers else "")
         if fits and upload_s is not None and tiers is not None:
             tiers.uploader.urgent = step

@@ -89,10 +89,9 @@ class Tiers:
             raise_first(uploads.take_errors(waited_for))
             return decided
 
-        limits_s = [one.timeout_s for one in (self.local.group.job, self.sender.processes)]
+        meets, leads = self.local.group.job, self.sender.processes
         if timeout_s is not None:
-            limits_s = [max(timeout_s, MEET_S), timeout_s]
-        meets, leads = (self.sender.processes.within(limit_s) for limit_s in limits_s)
+            meets, leads = meets.within(max(timeout_s, MEET_S)), leads.within(timeout_s)
         # If process 0 called this alone, the next calls of the others would get its answer.
         meets.gather(name := f"uploads {where}", None, len)
         decided = lead(leads.within(leads.timeout_s + 60), name, wait, where=where)
@@ -168,9 +167,8 @@ class Tiers:
         """Waits until a step is saved here, as `saved` does, and committed in the directory."""
         if upload is None:
             saved()
-            here, there = self.local.index.root, self.directory.index.root
-            why = f"the policy `save` does not name it for {there}"
-            raise ValueError(f"step {step} stays in {here}: {why}")
+            why = f"the policy `save` does not name it for {self.directory.index.root}"
+            raise ValueError(f"step {step} stays in {self.local.index.root}: {why}")
         self.uploader.wait_for(upload, saved, timeout_s)
 
 

@@ -154,8 +154,7 @@ class Uploader:
             Any error of the upload.
         """
         self.worker.refuse_own_thread()
-        processes = self._processes
-        limit_s = processes.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._processes.timeout_s if timeout_s is None else timeout_s
 
         def wait() -> None:
             with self.worker.lock:
@@ -163,9 +162,9 @@ class Uploader:
                     lambda: one.has_ended and one is not self.worker.current, limit_s
                 )
             if not is_over:
-                who = f"; it waits for processes {one.waits_for}" if one.waits_for else ""
                 text = f"{one.path}: the upload continues and has not ended after {limit_s:g} s"
-                raise CheckpointTimeout(f"{text}{who}", missing=one.waits_for)
+                text += f"; it waits for processes {one.waits_for}" * bool(one.waits_for)
+                raise CheckpointTimeout(text, missing=one.waits_for)
             if one.failure is not None:
                 one.failure.hear()
             if one.error is not None:
@@ -176,7 +175,8 @@ class Uploader:
         # Otherwise a process whose local save is late would leave the others, and be a call behind.
         with meeting(job.within(local_s + MEET_S), f"{name} saved", where=one.path):
             saved()
-        lead(processes.within(limit_s + processes.timeout_s), name, wait, where=one.path)
+        processes = self._processes.within(limit_s + self._processes.timeout_s)
+        lead(processes, name, wait, where=one.path)
 
     def _left(self, steps: Sequence[int], when: str = "") -> str:
         """Returns which steps are not uploaded, and what to do about it."""

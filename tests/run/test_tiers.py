@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import wait
 from itertools import count, pairwise
 
@@ -25,7 +26,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._core.threads import daemons
 from jaxckpt._disk.find import find
-from jaxckpt._run import one_step, tiers, uploader
+from jaxckpt._run import one_step, preemption, tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import upload_token
 from jaxckpt.errors import (
@@ -199,6 +200,24 @@ def test_a_wait_may_have_no_end(tmp_path, local, store):
         threading.Timer(0.1, store.answers.set).start()
         handle.durable(math.inf)
         manager.wait_until_finished(math.inf)
+
+
+def test_a_notice_of_one_host_is_counted_on_all(tmp_path, limits, caplog):
+    """The first process logs what fits, and an older upload gives way: it knows the time left."""
+    limits(preemption, _POLL_S=3600.0)
+
+    def job(processes):
+        local = LocalTier(tmp_path / f"local{processes.index}")
+        with CheckpointManager(tmp_path / "run", local=local, timeout_s=60.0) as manager:
+            manager.save(1, state(1)).durable()
+            if processes.index == 1:
+                manager._saver.preemption._deadline_s = time.monotonic() + 60.0
+            manager._saver._explain_what_fits(2, 1000)
+            return manager._tiers.uploader.urgent
+
+    assert simulate(2, job) == [2, None]
+    assert "saving step 2 for the end of a host in" in caplog.text
+    assert "this fits" in caplog.text
 
 
 def test_an_upload_that_gave_way_goes_on_beside_two_that_wait(tmp_path, local, store):
