@@ -209,7 +209,7 @@ class Uploader:
     def _pick(self) -> Upload | None:
         """Waits out the pause after an error; returns the newest step that may be sent."""
         worker, look_s = self.worker, _FIRST_LOOK_S
-        self.drop_oldest(_MOST_WAITING + 1)  # with the one that is picked
+        self.drop_oldest(_MOST_WAITING + 1)  # including the upload to pick
         with worker.lock:
             worker.changed.wait_for(lambda: worker.is_stopped or not self._pause_s, self._pause_s)
         while not worker.is_stopped:

@@ -33,7 +33,7 @@ from jaxckpt.format.jsontext import expect, given, maybe_expect
 
 VERSION: Final = 1
 MAX_STARTS: Final = 256  # of a run that are listed in a step, in 8 kB
-CUT: Final = ("", 1 << 62)  # in such a list, where starts are left out; no step is as new
+CUT: Final = ("", 1 << 62)  # in such a list, where starts are left out; newer than any step
 _UNMARKED: Final = 32  # an earlier release listed as many, and did not mark that it left out others
 # The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20

@@ -78,7 +78,7 @@ def azure(url: str = _LINK_LOCAL) -> Notice:
         told = _ask(f"{url}/metadata/scheduledevents?api-version=2020-07-01", headers)
         events = [] if told is None else json.loads(told)["Events"]
         found = [one for one in events if one["EventType"] == "Preempt"]
-        if found:  # each machine of a set is told what happens to any of them
+        if found:  # all machines of a set hear of each other's events
             name = _ask(f"{url}/metadata/instance/compute/name?{api}&format=text", headers)
             found = [one for one in found if name is None or _is_named(name, one)]
         return min((_left_s(one["NotBefore"]) for one in found), default=None)
