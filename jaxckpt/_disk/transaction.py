@@ -180,7 +180,8 @@ class Transaction:
             error: Why. After an interrupt, requests of other threads may still write files; and
                 a store may act late on those that it did not answer.
         """
-        late = error is not None and (not isinstance(error, Exception) or is_io_failure(error))
+        causes = (error, error.__cause__) if error is not None else ()  # as of a copy not made
+        late = any(one and (not isinstance(one, Exception) or is_io_failure(one)) for one in causes)
         try:
             if not self.committed:
                 self.protocol.abort(self.token, published=self.publishing, late=late)

@@ -13,6 +13,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.errors import SaveFailed, StoreError
+from jaxckpt.format import names
 from jaxckpt.storage import StoreSettings, locate, use_store
 from tests.commandline import cli
 from tests.stores.proxy import Answer
@@ -154,6 +155,8 @@ def test_a_copy_that_is_only_begun_is_waited_for(azurite_server, proxied):
         manager.save(1, {"w": frozen, "step": 1}).result()
         with pytest.raises(SaveFailed, match="accepted a copy, and did not make it"):
             manager.save(2, {"w": frozen, "step": 2}).result()
+        storage, path = locate(f"{url}/run/2")  # the copy may still be made
+        assert [*storage.files(path)] == [names.WRITER]
         for step in (3, 4):
             manager.save(step, {"w": frozen, "step": step}).result()
         assert manager.all_steps() == [1, 3, 4]
