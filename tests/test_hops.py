@@ -190,7 +190,7 @@ FOLDERS = {
     "cli": (4590, 3297),
     "format": (3294, 2170),
     "integrations": (478, 264),
-    "multihost": (953, 596),
+    "multihost": (953, 594),
     "orbax": (6124, 3742),
     "pages": (2423, 1724),
     "storage": (4211, 2852),

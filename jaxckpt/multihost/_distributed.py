@@ -65,16 +65,98 @@ class KeyValues(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """One round in which this process waits."""
+    """One round, as one process takes part in it."""
 
+    of: Distributed
     key: str
     where: str  # the subject, for messages
-    deadline_s: float  # of the monotonic clock
-    warns_s: float  # when this process logs who is missing; infinite once it has
+    deadline_s: float = math.inf  # of the monotonic clock
+    warns_s: float = math.inf  # when this process logs who is missing; infinite once it has
 
     @property
     def left_s(self) -> float:
         return self.deadline_s - time.monotonic()
+
+    @property
+    def last_words_s(self) -> float:
+        return min(self.of.timeout_s, _LAST_WORDS_S)
+
+    def from_(self, index: int) -> str:
+        """Returns the key of the value of a process."""
+        return f"{self.key}/from/{index}"
+
+    def collect(self, mine: bytes) -> dict[int, bytes]:
+        """Returns all values, or the values that have come by the deadline."""
+        found, at_once = {0: mine}, 1
+        while missing := self.lacking(found):
+            for index in missing[:at_once]:
+                value = self._wait(self.from_(index))
+                if value is None:
+                    return found | self.arrived()
+                found[index] = value
+            if len(missing) > at_once:  # others may have come meanwhile
+                found |= self.arrived()
+            at_once *= 2
+        return found
+
+    def outcome(self) -> bytes | None:
+        """Waits for the outcome until the deadline."""
+        # Staggered, so that one process finds the missing processes and the rest read its outcome.
+        self.deadline_s += min(1.0, 0.001 * self.of.index)
+        return self._wait(f"{self.key}/outcome")
+
+    def _wait(self, key: str) -> bytes | None:
+        """Waits for a value until the deadline; logs once who is missing if that takes long."""
+        if self.warns_s < self.deadline_s:
+            left_s = self.warns_s - time.monotonic()
+            if (value := self.of.service.wait(key, timeout_s=left_s)) is not None:
+                return value
+            self._warn()
+        return self.of.service.wait(key, timeout_s=self.left_s)
+
+    def _warn(self) -> None:
+        """Logs who is missing, in process 0, or in the others if that is process 0."""
+        self.warns_s, missing, of = math.inf, [0], self.of
+        if of.index == 0:
+            missing = self.lacking(self.arrived())
+        elif of.service.wait(self.from_(0), timeout_s=0.0) is not None:
+            return
+        text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
+        facts = self.where, of.index, of.count, of.warn_after_s, _these(missing), _CALL
+        _logger.warning(text, *facts)
+
+    def arrived(self) -> dict[int, bytes]:
+        """Returns the values that have come."""
+        found = self.of.service.under(f"{self.key}/from", timeout_s=self.last_words_s)
+        return {int(name.rpartition("/")[2]): value for name, value in found.items()}
+
+    def lacking(self, found: Mapping[int, bytes]) -> list[int]:
+        return [index for index in range(self.of.count) if index not in found]
+
+    def publish(self, outcome: bytes, timeout_s: float | None = None) -> bytes:
+        """Puts the outcome unless one exists; returns the valid outcome."""
+        key = f"{self.key}/outcome"
+        limit_s = self.last_words_s if timeout_s is None else timeout_s
+        if self.of.service.put(key, outcome, timeout_s=limit_s):
+            return outcome
+        return self.of.service.wait(key, timeout_s=limit_s) or outcome
+
+    def give_up(self) -> bytes:
+        """Ends a round that process 0 did not end in time."""
+        # If all have arrived, process 0 has not answered.
+        return self.publish(_pack(self.lacking(self.arrived()) or [0], b"null"))
+
+    def timed_out(self, missing: Sequence[int]) -> CheckpointTimeout:
+        of = self.of
+        what = f"timed out after {of.timeout_s:g} s, missing {_these(missing)}"
+        if of.index in missing:
+            what = "arrived after the others had timed out"
+        return CheckpointTimeout(
+            f"{self.where}: process {of.index} of {of.count} {what}\n"
+            f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only "
+            "slow, raise timeout_s.",
+            missing=missing,
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,10 +179,6 @@ class Distributed:
     def within(self, timeout_s: float) -> Self:
         return replace(self, timeout_s=timeout_s)  # with the same lock and what it guards
 
-    @property
-    def _last_words_s(self) -> float:
-        return min(self.timeout_s, _LAST_WORDS_S)
-
     @staticmethod  # always the same function, for the caches of placements
     def process_of(device: Device) -> int:
         return device.process_index
@@ -112,11 +190,11 @@ class Distributed:
         while True:
             round_ = self._round("gather", name, where)
             mine = _pack(self._take_read(), encoded)
-            self.service.put(_from(round_.key, self.index), mine, timeout_s=self.timeout_s)
+            self.service.put(round_.from_(self.index), mine, timeout_s=self.timeout_s)
             if self.index == 0:
                 outcome = self._decide(round_, mine, judge)
             else:
-                outcome = self._await_outcome(round_) or self._give_up(round_)
+                outcome = round_.outcome() or round_.give_up()
             if not self._is_over(round_, outcome):
                 return self._conclude(round_, outcome)
 
@@ -124,19 +202,17 @@ class Distributed:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
         round_ = self._round("agree", name)
         if self.index == 0:
-            outcome = self._publish(round_, _pack([], encoded), self.timeout_s)
+            outcome = round_.publish(_pack([], encoded), self.timeout_s)
         else:
             # Without a warning: process 0 may be at work, such as on a large deletion.
-            outcome = self._await_outcome(round_)
-            if outcome is None:
-                outcome = self._publish(round_, _pack([0], b"null"), self._last_words_s)
+            outcome = round_.outcome() or round_.publish(_pack([0], b"null"))
         return self._conclude(round_, outcome)
 
     def missing(self, name: str) -> list[int]:
         key = _key("gather", name)
         with self._lock:
-            round_ = f"{key}/{self._uses[key]}"
-        return self._lacking(self._arrived(round_))
+            round_ = _Round(of=self, key=f"{key}/{self._uses[key]}", where=name)
+        return round_.lacking(round_.arrived())
 
     def _is_over(self, round_: _Round, outcome: bytes) -> bool:
         """Returns whether the others gave this round up, and have begun the next of its name.
@@ -148,8 +224,8 @@ class Distributed:
         if self.index in others or not others or decode(why) is not None:
             return False
         key, _, number = round_.key.rpartition("/")
-        next_ = _from(f"{key}/{int(number) + 1}", others[0])
-        is_over = self.service.wait(next_, timeout_s=self._last_words_s) is not None
+        next_ = replace(round_, key=f"{key}/{int(number) + 1}").from_(others[0])
+        is_over = self.service.wait(next_, timeout_s=round_.last_words_s) is not None
         with self._lock:
             self._read.extend([round_.key] if is_over else [])
         return is_over
@@ -161,6 +237,7 @@ class Distributed:
             self._uses[key] += 1
             key = f"{key}/{self._uses[key]}"
         return _Round(
+            of=self,
             key=key,
             where=where or name,
             deadline_s=now_s + self.timeout_s,
@@ -169,80 +246,18 @@ class Distributed:
 
     def _decide(self, round_: _Round, mine: bytes, judge: Callable[[list[Any]], Json]) -> bytes:
         """Collects all values, publishes the outcome and deletes old rounds (process 0)."""
-        found = self._collect(round_, mine)
-        missing = self._lacking(found)
+        found = round_.collect(mine)
+        missing = round_.lacking(found)
         told = [_unpack(found[index]) for index in sorted(found)]
         try:
             verdict = encode(None if missing else judge([decode(value) for _, value in told]))
         except BaseException as error:  # the others hear of it now, not after their time limit
-            why = encode(f"{type(error).__name__}: {error}")
-            self._publish(round_, _pack([0], why), self._last_words_s)
+            round_.publish(_pack([0], encode(f"{type(error).__name__}: {error}")))
             raise
-        patience_s = max(round_.left_s, self._last_words_s)
-        outcome = self._publish(round_, _pack(missing, verdict), patience_s)
+        patience_s = max(round_.left_s, round_.last_words_s)
+        outcome = round_.publish(_pack(missing, verdict), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
         return outcome
-
-    def _collect(self, round_: _Round, mine: bytes) -> dict[int, bytes]:
-        """Returns all values, or the values that have come by the deadline."""
-        found, at_once = {0: mine}, 1
-        while missing := self._lacking(found):
-            for index in missing[:at_once]:
-                value = self._wait(round_, _from(round_.key, index))
-                if value is None:
-                    return found | self._arrived(round_.key)
-                found[index] = value
-            if len(missing) > at_once:  # others may have come meanwhile
-                found |= self._arrived(round_.key)
-            at_once *= 2
-        return found
-
-    def _await_outcome(self, round_: _Round) -> bytes | None:
-        # Staggered, so that one process finds the missing processes and the rest read its outcome.
-        round_.deadline_s += min(1.0, 0.001 * self.index)
-        return self._wait(round_, f"{round_.key}/outcome")
-
-    def _wait(self, round_: _Round, key: str) -> bytes | None:
-        """Waits for a value until the deadline; logs once who is missing if that takes long."""
-        if round_.warns_s < round_.deadline_s:
-            left_s = round_.warns_s - time.monotonic()
-            if (value := self.service.wait(key, timeout_s=left_s)) is not None:
-                return value
-            self._warn(round_)
-        return self.service.wait(key, timeout_s=round_.left_s)
-
-    def _warn(self, round_: _Round) -> None:
-        """Logs who is missing, in process 0, or in the others if that is process 0."""
-        round_.warns_s = math.inf
-        missing = [0]
-        if self.index == 0:
-            missing = self._lacking(self._arrived(round_.key))
-        elif self.service.wait(_from(round_.key, 0), timeout_s=0.0) is not None:
-            return
-        text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
-        facts = round_.where, self.index, self.count, self.warn_after_s, _these(missing), _CALL
-        _logger.warning(text, *facts)
-
-    def _give_up(self, round_: _Round) -> bytes:
-        """Ends a round that process 0 did not end in time."""
-        found = self._arrived(round_.key)
-        # If all have arrived, process 0 has not answered.
-        missing = self._lacking(found) or [0]
-        return self._publish(round_, _pack(missing, b"null"), self._last_words_s)
-
-    def _arrived(self, key: str) -> dict[int, bytes]:
-        found = self.service.under(f"{key}/from", timeout_s=self._last_words_s)
-        return {int(name.rpartition("/")[2]): value for name, value in found.items()}
-
-    def _lacking(self, found: Mapping[int, bytes]) -> list[int]:
-        return [index for index in range(self.count) if index not in found]
-
-    def _publish(self, round_: _Round, outcome: bytes, timeout_s: float) -> bytes:
-        """Puts the outcome unless one exists; returns the valid outcome."""
-        key = f"{round_.key}/outcome"
-        if self.service.put(key, outcome, timeout_s=timeout_s):
-            return outcome
-        return self.service.wait(key, timeout_s=timeout_s) or outcome
 
     def _conclude(self, round_: _Round, outcome: bytes) -> Json:
         with self._lock:
@@ -251,19 +266,8 @@ class Distributed:
         if missing and (why := decode(value)) is not None:
             raise ProcessesDisagree(f"{round_.where}: process 0 failed: {why}", {0: str(why)})
         if missing:
-            raise self._timed_out(round_, cast("list[int]", missing))
+            raise round_.timed_out(cast("list[int]", missing))
         return decode(value)
-
-    def _timed_out(self, round_: _Round, missing: Sequence[int]) -> CheckpointTimeout:
-        what = f"timed out after {self.timeout_s:g} s, missing {_these(missing)}"
-        if self.index in missing:
-            what = "arrived after the others had timed out"
-        return CheckpointTimeout(
-            f"{round_.where}: process {self.index} of {self.count} {what}\n"
-            f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only "
-            "slow, raise timeout_s.",
-            missing=missing,
-        )
 
     def _take_read(self) -> list[str]:
         with self._lock:
@@ -285,10 +289,6 @@ class Distributed:
 def _key(kind: str, name: str) -> str:
     # Quoted, so that no name is a directory of another name.
     return f"{_PREFIX}/{kind}/{quote(name, safe='')}"
-
-
-def _from(round_: str, index: int) -> str:
-    return f"{round_}/from/{index}"
 
 
 def _pack(head: Sequence[str | int], body: bytes) -> bytes:
