@@ -87,14 +87,6 @@ class Checkpoint:
         """Returns the bytes of all values, uncompressed."""
         return sum(leaf.size_bytes for leaf in self.leaves.values())
 
-    @property
-    def _stored_bytes(self) -> int | None:
-        """Bytes of the item's files, if some of its arrays are compressed; None for a part."""
-        tree = self._tree
-        if tree is None or self._below or not any(x.compression for x in self.leaves.values()):
-            return None
-        return sum(facts.size for facts in self._found.recorded(tree.path).values())
-
     def __getitem__(self, path: str | int | tuple[object, ...]) -> Checkpoint:
         """Returns the part below a path: `"params/layer_0"`, an index, or a tuple of keys.
 
@@ -269,6 +261,14 @@ def custom_of(ckpt: Checkpoint) -> Any:
     return None if ckpt._tree is None else ckpt._tree.tree.custom_metadata
 
 
+def stored_bytes(ckpt: Checkpoint) -> int | None:
+    """Returns the bytes of an item's files if some arrays are compressed; None for a part."""
+    tree = ckpt._tree
+    if tree is None or ckpt._below or not any(x.compression for x in ckpt.leaves.values()):
+        return None
+    return sum(facts.size for facts in ckpt._found.recorded(tree.path).values())
+
+
 # --- as text ---------------------------------------------------------------------------------
 
 
@@ -279,8 +279,8 @@ def _lines(ckpt: Checkpoint) -> list[str]:
         f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
     )
     size = f"{counted(len(ckpt.leaves), 'leaf')}, {size_text(ckpt.size_bytes)}"
-    if (stored_bytes := ckpt._stored_bytes) is not None:
-        size += f", {size_text(stored_bytes)} on disk"
+    if (stored := stored_bytes(ckpt)) is not None:
+        size += f", {size_text(stored)} on disk"
     lines = [f"{head}: {size}, written by {writer}"]
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:

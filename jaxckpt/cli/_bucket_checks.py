@@ -52,6 +52,10 @@ _LAGS: Final = (
     "do not keep a run here: the next job may resume at an older step, and one that lost the run "
     "may not notice. Use a store that shows at once what was written"
 )
+_APART: Final = (
+    "set the endpoint, region and credentials in StoreSettings, which both clients follow"
+)
+_NEARER: Final = "each save and restore waits for several requests; use a bucket nearer by"
 _LISTS: Final = 3
 _FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
 
@@ -81,24 +85,37 @@ class BucketLocation:
     def checks(self) -> Sequence[Check]:
         """Returns the checks, in order."""
         there, made = ("obstore", "answers", "credentials", "bucket"), ("create",)
+        storage, samples, unless = self._storage, self._samples, self._raise_if
+
+        def modified_s(path: str) -> float:
+            return storage._head(path)["last_modified"].timestamp()
+
         return [
-            Check(name="obstore", call=lambda: Finding(text=metadata.version("obstore"))),
-            Check(name="answers", call=self._answers),
-            Check(name="credentials", call=self._credentials, needs=there[:2]),
-            Check(name="bucket", call=self._bucket, needs=there[:3]),
-            Check(name="list", call=self._list, needs=there),
-            Check(name="create", call=self._create, needs=there),
-            Check(name="seen at once", call=self._seen_at_once, needs=("list", "create")),
-            Check(name="create again", call=self._create_again, needs=made),
-            Check(name="compare-and-swap", call=self._swap, needs=made),
-            Check(name="read a range", call=self._read_range, needs=made),
-            Check(name="copy", call=self._make_copy, needs=("list", "create")),
-            Check(name="both clients", call=self._both_clients, needs=made),
-            Check(name="write 64 MiB", call=self._samples.write_large, needs=made),
-            Check(name="read 64 MiB", call=self._samples.read_large, needs=("write 64 MiB",)),
-            Check(name="small read", call=self._small_read, needs=("read a range",)),
-            Check(name="clock", call=self._clock, needs=made),
-            Check(name="delete", call=self._delete, needs=made),
+            Check("obstore", lambda: Finding(text=metadata.version("obstore"))),
+            Check("answers", self._answers),
+            Check(
+                "credentials",
+                lambda: unless("credentials", "package") or Finding(text=storage.source.name),
+                there[:2],
+            ),
+            Check("bucket", lambda: unless("bucket") or Finding(text=storage.root), there[:3]),
+            Check("list", lambda: unless("permission"), there),
+            Check("create", self._create, there),
+            Check("seen at once", self._seen_at_once, ("list", "create")),
+            Check("create again", self._create_again, made),
+            Check("compare-and-swap", self._swap, made),
+            Check("read a range", self._read_range, made),
+            Check("copy", self._make_copy, ("list", "create")),
+            Check("both clients", self._both_clients, made),
+            Check("write 64 MiB", samples.write_large, made),
+            Check("read 64 MiB", samples.read_large, ("write 64 MiB",)),
+            Check(
+                "small read",
+                lambda: latency(lambda: samples.read("data"), _NEARER),
+                ("read a range",),
+            ),
+            Check("clock", lambda: samples.clock("data", modified_s), made),
+            Check("delete", self._delete, made),
         ]
 
     def advice(self, check: str, error: Exception) -> str:
@@ -124,17 +141,6 @@ class BucketLocation:
             self._refusal = error
         self._raise_if("silence", "unreachable", "load", "region", "addressing", "clock")
         return Finding(text=self._storage.requests.endpoint)
-
-    def _credentials(self) -> Finding:
-        self._raise_if("credentials", "package")
-        return Finding(text=self._storage.source.name)
-
-    def _bucket(self) -> Finding:
-        self._raise_if("bucket")
-        return Finding(text=self._storage.root)
-
-    def _list(self) -> None:
-        self._raise_if("permission")
 
     def _raise_if(self, *reasons: Reason) -> None:
         """Raises the refusal of the first request if it has one of the reasons."""
@@ -197,27 +203,14 @@ class BucketLocation:
         keys = Keys(spec)
         self._samples.write("data")
         if keys.read("data") != SMALL:
-            raise self._apart("TensorStore does not see the object that obstore wrote")
+            raise Failed("TensorStore does not see the object that obstore wrote", _APART)
         keys.write("by TensorStore", SMALL)
         try:
             check_same(self._samples.read("by TensorStore"), SMALL)
         except FileNotFoundError as error:
-            raise self._apart("obstore does not see the object that TensorStore wrote") from error
+            what = "obstore does not see the object that TensorStore wrote"
+            raise Failed(what, _APART) from error
         return Finding()
-
-    def _apart(self, what: str) -> Failed:
-        return Failed(
-            what,
-            "set the endpoint, region and credentials in StoreSettings, which both clients follow",
-        )
-
-    def _small_read(self) -> Finding:
-        advice = "each save and restore waits for several requests; use a bucket nearer by"
-        return latency(lambda: self._samples.read("data"), advice)
-
-    def _clock(self) -> Finding:
-        head = self._storage._head
-        return self._samples.clock("data", lambda path: head(path)["last_modified"].timestamp())
 
     def _delete(self) -> None:
         self.clean()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol, final
 
 import numpy as np
@@ -59,7 +59,7 @@ class Failed(Exception):
         self.finding = Finding(state=state, advice=advice, error=what)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One thing to try.
 
@@ -70,7 +70,7 @@ class Check:
 
     name: str
     call: Callable[[], Finding | None]
-    needs: Sequence[str] = field(default=())
+    needs: Sequence[str] = ()
 
 
 class Location(Protocol):

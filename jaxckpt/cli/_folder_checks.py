@@ -54,19 +54,19 @@ class FolderLocation:
         """Returns the checks, in order."""
         written, samples = ("write",), self._samples
         return [
-            Check(name="file system", call=self._file_system),
-            Check(name="free space", call=self._free_space),
-            Check(name="write", call=self._write),
-            Check(name="fsync", call=self._fsync, needs=written),
-            Check(name="create again", call=self._create_again, needs=written),
-            Check(name="exchange", call=self._exchange, needs=written),
-            Check(name="locks", call=self._locks, needs=written),
-            Check(name="hard links", call=self._hard_links, needs=written),
-            Check(name="write 64 MiB", call=samples.write_large, needs=("free space", "write")),
-            Check(name="read 64 MiB", call=self._read_large, needs=("write 64 MiB",)),
-            Check(name="small read", call=self._small_read, needs=written),
-            Check(name="clock", call=self._clock, needs=written),
-            Check(name="delete", call=self.clean, needs=written),
+            Check("file system", self._file_system),
+            Check("free space", self._free_space),
+            Check("write", self._write),
+            Check("fsync", self._fsync, written),
+            Check("create again", self._create_again, written),
+            Check("exchange", self._exchange, written),
+            Check("locks", self._locks, written),
+            Check("hard links", self._hard_links, written),
+            Check("write 64 MiB", samples.write_large, ("free space", "write")),
+            Check("read 64 MiB", self._read_large, ("write 64 MiB",)),
+            Check("small read", self._small_read, written),
+            Check("clock", self._clock, written),
+            Check("delete", self.clean, written),
         ]
 
     def advice(self, check: str, error: Exception) -> str:

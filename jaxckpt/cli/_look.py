@@ -249,11 +249,13 @@ def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
 
 
 def _headline(ckpt: Checkpoint, leaves: Mapping[str, LeafInfo]) -> str:
+    from jaxckpt._inspect.open import stored_bytes
+
     size = size_text(sum(leaf.size_bytes for leaf in leaves.values()))
     of = f" of {len(ckpt.leaves):,}" if len(leaves) < len(ckpt.leaves) else ""
     item = f" item {ckpt.item!r}" if ckpt.item else ""
-    if not of and (stored_bytes := ckpt._stored_bytes) is not None:  # private, as below
-        size += f", {size_text(stored_bytes)} on disk"
+    if not of and (stored := stored_bytes(ckpt)) is not None:
+        size += f", {size_text(stored)} on disk"
     what = f"{counted(len(leaves), 'leaf')}{of}, {size}" if ckpt.leaves else "not a tree"
     return f"{ckpt.path}{item}: {what}, written by {_writer(ckpt) or 'another program'}"
 
