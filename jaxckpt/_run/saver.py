@@ -329,7 +329,7 @@ class Saver:
         root = tiers.choose_root(size_bytes, name, self.position.floor)
         if root is not self._root:
             tiers.sender.newest_direct = given.step
-        return root, tiers.uploader.expect(given.step) if self._is_durable else None
+        return root, tiers.sender.expect(given.step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs what fits into the time that is left; then an older upload gives way to this one."""

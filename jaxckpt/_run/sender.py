@@ -32,6 +32,7 @@ from jaxckpt.errors import (
     SaveFailed,
     StoreError,
 )
+from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes
 
 _logger: Final = logging.getLogger("jaxckpt")
@@ -73,6 +74,20 @@ class Sender:
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest: int | None = None
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
+
+    def expect(self, step: int, *, is_ours: bool = True) -> Upload:
+        """Returns the upload of a step that is being saved locally."""
+        index = self.target.index
+        # Listing the root would wait for the store.
+        path = f"{index.root}/{(index.naming or StepNames()).of(step)}"
+        return Upload(step, path, is_ours=is_ours)
+
+    def left(self, steps: Sequence[int], when: str = "") -> str:
+        """Returns which steps are not uploaded, and what to do about it."""
+        source, target = self.source.index.root, self.target.index.root
+        hosts = "on each host, this last: " if self.source.group.leaders.count > 1 else ""
+        later = f"To upload them later: {hosts}jaxckpt upload {source} {target}"
+        return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
 
     def seconds_for(self, size_bytes: int) -> float | None:
         """Returns how long an upload takes at the last upload's speed; None if that is unknown."""

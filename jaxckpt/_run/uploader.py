@@ -15,7 +15,7 @@ parts. After each local commit it tells them which steps are not uploaded yet.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, final
 
@@ -24,7 +24,6 @@ from jaxckpt._run.copies import over_bound
 from jaxckpt._run.sender import Sender, Upload, may_pass
 from jaxckpt._save.worker import AGAIN, Failure, Worker
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed
-from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, lead, meeting
 
 MEET_S: Final = 5.0  # for a meeting before a wait that is shorter
@@ -57,18 +56,11 @@ class Uploader:
             hurry=self._hurry,
             pick=self._pick,
             stopping=self._stop,
-            late=lambda when: self._left(self.steps(), when),
+            late=lambda when: sender.left(self.steps(), when),
             refusal="an upload cannot wait for itself",
         )
 
     # --- in the threads of the caller and of the saves -------------------------------------------
-
-    def expect(self, step: int, *, is_ours: bool = True) -> Upload:
-        """Returns the upload of a step that is being saved locally."""
-        index = self.sender.target.index
-        # Listing the root would wait for the store.
-        path = f"{index.root}/{(index.naming or StepNames()).of(step)}"
-        return Upload(step, path, is_ours=is_ours)
 
     def put(self, one: Upload) -> None:
         """Adds a step that is committed locally."""
@@ -96,13 +88,13 @@ class Uploader:
                 self._taken.add((current.step, current.token))
                 if self.urgent in steps and self.urgent != current.step:
                     self.sender.pace.give_way()
-            left = {one.step: one for one in self._waiting()}
+            left = {one.step: one for one in self.worker.under_way() if one is not current}
             self._taken.difference_update((step, one.token) for step, one in left.items())
             self._taken.intersection_update(steps.items())
             new = [step for step, token in steps.items() if (step, token) not in self._taken]
             for step in left.keys() - new:
                 self.worker.remove(left[step])
-            waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
+            waiting = [left.get(step) or self.sender.expect(step, is_ours=False) for step in new]
             for one in waiting:
                 one.token = one.token or steps[one.step]
                 self.worker.put(one, partial(self._send, one))
@@ -119,22 +111,20 @@ class Uploader:
     def resume(self, step: int) -> None:
         """Adds a local step that an earlier job did not upload; called in every process."""
         if self._leads:
-            self.put(self.expect(step, is_ours=False))
+            self.put(self.sender.expect(step, is_ours=False))
         with self.worker.lock:
             self._taken = {one for one in self._taken if one[0] != step}
         self.follow([(step, ""), *self.attempts()])
 
     # --- in any thread ---------------------------------------------------------------------------
 
-    def _waiting(self) -> list[Upload]:
-        return [one for one in self.worker.under_way() if one is not self.worker.current]
-
     def drop_oldest(self, most: int = _MOST_WAITING) -> None:
         """Drops waiting uploads; if all, the local root may delete their steps."""
         if not self._leads:  # process 0 decides
             return
         with self.worker.lock:
-            waiting = self._waiting()
+            current = self.worker.current
+            waiting = [one for one in self.worker.under_way() if one is not current]
             gone = over_bound([one.step for one in waiting], most=most)
             for one in [one for one in waiting if one.step in gone]:
                 why = f"{one.path} was not uploaded: newer steps wait for a slow store"
@@ -178,13 +168,6 @@ class Uploader:
         processes = self._processes.within(limit_s + self._processes.timeout_s)
         lead(processes, name, wait, where=one.path)
 
-    def _left(self, steps: Sequence[int], when: str = "") -> str:
-        """Returns which steps are not uploaded, and what to do about it."""
-        source, target = self.sender.source.index.root, self._root
-        hosts = "on each host, this last: " if self._senders.count > 1 else ""
-        later = f"To upload them later: {hosts}jaxckpt upload {source} {target}"
-        return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
-
     def _stop(self, finish: Callable[[], None]) -> None:
         """Waits in process 0 until everything is uploaded; others send their parts meanwhile."""
 
@@ -192,7 +175,7 @@ class Uploader:
             finish()
             newest = self.sender.newest
             if left := [n for n in self._given_up if newest is None or n > newest]:
-                self._report(self._left(left))
+                self._report(self.sender.left(left))
 
         senders = self._senders.within(self._processes.timeout_s + _LONGEST_PAUSE_S)
         lead(senders, f"uploads {self._root}/end", wait, where=self._root)
@@ -255,7 +238,7 @@ class Uploader:
             self.sender.refuse(one, error)
         left = ""
         if may_pass(error):
-            left = self._left([one.step])
+            left = self.sender.left([one.step])
             error.add_note(left)
             self._given_up.append(one.step)
         one.error, one.has_ended = error, True
