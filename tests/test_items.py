@@ -222,7 +222,7 @@ def test_a_run_may_name_its_state(tmp_path, tree, item, count):
     for name in ("state", item):
         with CheckpointManager(tmp_path, mode="r", item=name) as manager:
             assert same(manager.restore(), tree)
-            assert same(manager.restore_items(1, items={item: tree})[item], tree)
+            assert same(manager.restore_items(step=1, items={item: tree})[item], tree)
             assert manager.restore_items()["ema"]["w"].tolist() == [1, 1, 1]
             assert manager.metadata(1).item == item
     assert same(jaxckpt.restore(tmp_path), tree)
@@ -375,7 +375,7 @@ def test_a_manager_deletes_an_item(tmp_path, count):
             with pytest.raises((ValueError, ProcessesDisagree), match="pinned"):
                 manager.delete(2, item="ema")
             processes.within(20).gather("test", None)
-            return [set(manager.restore_items(step)) for step in (1, 2)]
+            return [set(manager.restore_items(step=step)) for step in (1, 2)]
 
     assert simulate(count, delete) == [[{"state", "config"}, {"state", "ema", "config"}]] * count
 

@@ -375,7 +375,7 @@ def test_the_removed_item_is_named_where_it_is_asked_for(without_data):
     with CheckpointManager(without_data) as manager:
         with pytest.raises(TreeMismatch, match=removed):
             manager.restore_items(items={"data": None})
-        assert manager.restore_items(1, items={"data": None}) == {"data": {"at": 1}}
+        assert manager.restore_items(step=1, items={"data": None}) == {"data": {"at": 1}}
         assert manager.all_steps() == [1, 2]
 
 

@@ -306,7 +306,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("init must be a function that makes the first state, got {",),
     ),
     "an item missing": (
-        managed(lambda m: m.restore_items(30, items={"ema": {}})),
+        managed(lambda m: m.restore_items(step=30, items={"ema": {}})),
         ("has no item 'ema'; it has metrics, state",),
     ),
     "pin of no step": (managed(lambda m: m.pin(77)), ("has no committed step 77",)),

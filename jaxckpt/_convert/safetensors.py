@@ -38,7 +38,7 @@ _REGION_BYTES: Final = 32 << 20
 @explained("export_safetensors")
 def export_safetensors(
     src: str | os.PathLike[str],
-    path: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     *,
     item: str | None = None,
     only: Globs = None,
@@ -59,7 +59,7 @@ def export_safetensors(
 
     Args:
         src: A checkpoint, one of its items, or a run's root (exports its newest good step).
-        path: The file, `model.safetensors`. Several files are named
+        dst: The file, `model.safetensors`. Several files are named
             `model-00001-of-00003.safetensors` and so on, with the index
             `model.safetensors.index.json`; `model-00001-of-00003-2.safetensors` where the files
             that they replace have these names.
@@ -80,7 +80,7 @@ def export_safetensors(
         CorruptCheckpoint: the source is damaged; nothing was written.
         UnsupportedLeaf: safetensors cannot store some leaves (text, PRNG keys, complex numbers), or
             their names collide; the error lists them, and nothing was written.
-        StepExists: files of this model exist, or `path` lies inside a checkpoint.
+        StepExists: files of this model exist, or `dst` lies inside a checkpoint.
         OSError: the files cannot be written; none were made. In a bucket, some may be there.
 
     Example:
@@ -94,10 +94,10 @@ def export_safetensors(
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    model = _Model(*locate(path))
+    model = _Model(*locate(dst))
     if not model.file.endswith(safetensors.SUFFIX):
         suffix = safetensors.SUFFIX
-        raise ValueError(f"{path} must end in {suffix}, such as {model.file}{suffix}")
+        raise ValueError(f"{dst} must end in {suffix}, such as {model.file}{suffix}")
     source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
     _check_exportable(source)
     shards = _shards(source, max_shard_bytes)
@@ -270,7 +270,7 @@ def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Tile, values
 
 @explained("import_safetensors")
 def import_safetensors(
-    path: str | os.PathLike[str],
+    src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
     dtype: Any = None,  # whatever numpy takes for a dtype
@@ -285,7 +285,7 @@ def import_safetensors(
     300 MiB of host memory suffice for any size. One process of a job calls it.
 
     Args:
-        path: `*.safetensors`, or `*.safetensors.index.json` with its files beside it.
+        src: `*.safetensors`, or `*.safetensors.index.json` with its files beside it.
         dst: The new checkpoint.
         dtype: The new dtype of all floating-point tensors.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
@@ -300,7 +300,7 @@ def import_safetensors(
     Example:
         See `export_safetensors`.
     """
-    file = os.fspath(path)
+    file = os.fspath(src)
     if not file.endswith(safetensors.SUFFIXES):
         raise ValueError(f"{file} must end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
     source = of_checkpoint(file, dtype=floating(dtype), by="import")

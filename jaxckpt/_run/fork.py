@@ -23,7 +23,7 @@ from jaxckpt.storage import Storage, corrupt, files_in, locate, store_of
 
 @explained("fork")
 def fork(
-    src_step: str | os.PathLike[str], new_root: str | os.PathLike[str], *, step: int | None = None
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, step: int | None = None
 ) -> str:
     """Starts a run whose first step is a step of another run.
 
@@ -32,16 +32,16 @@ def fork(
     `jaxckpt.open(path).lineage` records the origin. Only one process of a job should call this.
 
     Args:
-        src_step: A step written by jaxckpt or Orbax, or a run's root for its newest good step.
-        new_root: The root of the new run, without steps; created if missing.
-        step: The number of the first step. If None, the number of `src_step`.
+        src: A step written by jaxckpt or Orbax, or a run's root for its newest good step.
+        dst: The root of the new run, without steps; created if missing.
+        step: The number of the first step. If None, the number of `src`.
 
     Returns:
         The directory of the new step.
 
     Raises:
         StepExists: the new run has steps.
-        CheckpointNotFound: no committed checkpoint at `src_step`.
+        CheckpointNotFound: no committed checkpoint at `src`.
         CorruptCheckpoint: the checkpoint is damaged, as far as all but its arrays show; the new run
             has no step.
 
@@ -54,10 +54,10 @@ def fork(
         ...     os.path.relpath(path, folder), jaxckpt.restore(path)
         ('tuned/7', {'w': 1.5})
     """
-    storage, where = locate(src_step)
-    _, root = locate(new_root)
+    storage, where = locate(src)
+    _, root = locate(dst)
     if store_of(root) != store_of(where):
-        raise ValueError(f"{new_root} must be in the same storage as {src_step}: fork links files")
+        raise ValueError(f"{dst} must be in the same storage as {src}: fork links files")
     if steps := StepIndex(storage, root).steps():
         raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
     problems: list[CorruptCheckpoint] = []

@@ -44,7 +44,7 @@ def check_stateful(objects: Mapping[str, object]) -> None:
             raise TypeError(
                 f"item {name!r} cannot be restored in place: {type(value).__name__} has neither "
                 "set_state nor load_state_dict. To restore it onto a target, call "
-                f"restore_items(step, items={{{name!r}: like}}), which returns it."
+                f"restore_items(step=step, items={{{name!r}: like}}), which returns it."
             )
 
 

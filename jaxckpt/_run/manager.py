@@ -479,8 +479,8 @@ class CheckpointManager:
 
     def restore_items(
         self,
-        step: int | Literal["latest", "best"] = "latest",
         *,
+        step: int | Literal["latest", "best"] = "latest",
         items: Mapping[str, Any] | None = None,
         fallback: bool = True,
     ) -> dict[str, Any]:

@@ -25,7 +25,7 @@ CALLS = {
         "restore: step must be an int, got True",
     ),
     "restore(step=1.5)": (lambda m: m.restore(step=1.5), "restore: step must be an int, got 1.5"),
-    "restore_items('bst')": (lambda m: m.restore_items("bst"), "Did you mean 'best'?"),
+    "restore_items(step='bst')": (lambda m: m.restore_items(step="bst"), "Did you mean 'best'?"),
     "restore(items=[1])": (lambda m: m.restore(items=[1]), "restore: items must be a dict"),
     "restore(mesh=4)": (
         lambda m: m.restore(mesh=4),

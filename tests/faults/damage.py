@@ -199,7 +199,7 @@ def _everything(root):
     import jaxckpt
 
     with jaxckpt.CheckpointManager(root, mode="r") as manager:
-        found = manager.restore_items(STEP)
+        found = manager.restore_items(step=STEP)
         return found | {"the metrics": manager.metrics(STEP)}
 
 

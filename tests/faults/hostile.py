@@ -432,7 +432,7 @@ def _manage(root, mode):
         manager.all_steps()
         manager.latest_step()
         if mode == "r":
-            return manager.restore_items(STEP)
+            return manager.restore_items(step=STEP)
         manager.save(7, {"w": 1}).result()
         manager.delete(7)
     return None

@@ -186,7 +186,7 @@ def use(path, root=None, like=None):
                 manager.latest_step,
                 manager.best_step,
                 lambda: manager.metrics(STEP),
-                lambda: manager.restore_items(STEP),
+                lambda: manager.restore_items(step=STEP),
                 lambda: manager.custom_metadata(STEP),
                 lambda: str(manager.metadata(STEP)),
                 manager.restore,
@@ -453,7 +453,7 @@ def in_root(root, work, seed, count):
                 with jaxckpt.CheckpointManager(here, mode=mode) as manager:
                     assert manager.all_steps() == [STEP]
                     assert manager.latest_step() == STEP
-                    assert bits(manager.restore_items(STEP)) is not None
+                    assert bits(manager.restore_items(step=STEP)) is not None
                     if mode == "w":
                         manager.save(STEP + 1, {"w": 1}).result()
                         assert manager.all_steps() == [STEP, STEP + 1]

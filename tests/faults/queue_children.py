@@ -51,7 +51,7 @@ def committed(root):
     with jaxckpt.CheckpointManager(root) as manager:
         for step in manager.all_steps():
             [name] = [one for one in ("state", "default") if os.path.exists(f"{root}/{step}/{one}")]
-            got = manager.restore_items(step)[name]
+            got = manager.restore_items(step=step)[name]
             assert np.array_equal(got["w"], state(step)["w"])
             assert got["step"] == step
         return manager.all_steps()

@@ -530,7 +530,7 @@ def check_uploaded(target, step):
         assert [*state["small"]] == [n + step for n in range(64)]
         assert state["count"] == step
         states = [{"process": n, "at": step} for n in TWO]
-        assert manager.restore_items(step)["data"] == states
+        assert manager.restore_items(step=step)["data"] == states
         assert manager.metrics(step) == {"n": step}
 
 

@@ -87,7 +87,7 @@ def run_facts(manager: CheckpointManager) -> Expected:
         "metrics": [manager.metrics(step) for step in steps],
         "custom_metadata": [manager.custom_metadata(step) for step in steps],
         "run_metadata": manager.run_metadata,
-        "items": [described(manager.restore_items(step)) for step in steps],
+        "items": [described(manager.restore_items(step=step)) for step in steps],
     }
 
 

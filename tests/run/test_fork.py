@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_a_fork(base, tmp_path, mesh):
         assert manager.all_steps() == [7, 8]
         assert manager.metrics(7) == {"loss": 1 / 7}
         assert manager.custom_metadata(7) == {"of": "base"}
-        assert manager.restore_items(7)["config"] == {"lr": 0.1}
+        assert manager.restore_items(step=7)["config"] == {"lr": 0.1}
         assert same(manager.restore(), state_on(mesh))
 
 

@@ -225,7 +225,7 @@ def test_what_happens_after_the_call_is_not_saved(tmp_path, state, processes):
             data = Counter()
             assert same(manager.restore(step=step, items={"data": data}), state(step))
             assert data.at == step
-            assert manager.restore_items(step)["vocab"] == {"a": [step]}
+            assert manager.restore_items(step=step)["vocab"] == {"a": [step]}
 
 
 @as_processes
@@ -1701,7 +1701,7 @@ def test_a_dtype_is_for_the_state_alone(tmp_path, state, processes):
         manager.save(2, state(2), items=items).result()
 
         assert same(manager.restore(step=1), state(1) | {"w": state(1)["w"].astype(jnp.bfloat16)})
-        assert same(manager.restore_items(1, items={"ema": None}), items)
+        assert same(manager.restore_items(step=1, items={"ema": None}), items)
         assert same(manager.restore(step=2), state(2))
 
 
@@ -1733,9 +1733,11 @@ def test_items_are_restored_onto_targets(tmp_path, mesh, processes):
             1,
         )
         with pytest.raises(TreeMismatch, match="float32"):
-            manager.restore_items(1, items={"data": data, "ema": {"w": (np.zeros(7, np.float32),)}})
+            manager.restore_items(
+                step=1, items={"data": data, "ema": {"w": (np.zeros(7, np.float32),)}}
+            )
         with pytest.raises(TreeMismatch, match="no item 'typo'"):
-            manager.restore_items(1, items={"typo": None})
+            manager.restore_items(step=1, items={"typo": None})
         with pytest.raises(TypeError, match=r"restore_items\(step, items=\{'ema': like\}\)"):
             manager.restore(items={"ema": like})
 

@@ -308,7 +308,7 @@ class Runs(RuleBasedStateMachine):
         saved = self.steps[step]
         manager = self.reader if reading else self.manager
         try:
-            found = manager.restore_items(step)
+            found = manager.restore_items(step=step)
         except CorruptCheckpoint:
             assert saved.damaged
         else:

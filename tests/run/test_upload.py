@@ -76,7 +76,7 @@ def test_a_run_is_copied_whole_and_once(source, target):
     with jaxckpt.CheckpointManager(target, mode="r") as manager:
         assert manager.all_steps() == [1, 2, 3]
         assert np.array_equal(manager.restore()["w1"], np.full(SIZE, 4, np.float32))
-        assert manager.restore_items(2)["data"] == {"at": 2}
+        assert manager.restore_items(step=2)["data"] == {"at": 2}
         assert manager.metrics(1) == {"loss": 1.0}
         assert manager.run_metadata == {"lr": 0.1}
     for step in (1, 2, 3):
