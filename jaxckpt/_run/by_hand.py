@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from jaxckpt._run import one_step
-from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
@@ -167,22 +166,26 @@ class ByHand:
                 self.tiers.uploader.resume(step)
 
     def _mend(self, root: Root, step: int) -> bool:
-        def is_there(index: StepIndex) -> bool:  # it may have lost its record
-            return index.storage.kind(index.path(step)) == "dir"
-
-        others = [one for one in self.roots if one is not root and is_there(one.index)]
-        return any(root.mend_with(step, one) for one in others)
+        others = [one for one in self.roots if one is not root]
+        # By the directory: it may have lost its record.
+        there = [one for one in others if one.index.storage.kind(one.index.path(step)) == "dir"]
+        return any(root.mend_with(step, one) for one in there)
 
 
 def _in_each(roots: Sequence[Root], do: Callable[[Root], object]) -> str:
     """Does something in each root that has the step; returns what all lack, or ""."""
-    lacks: list[str] = []
+    lacks, done = list[str](), list[str]()
     # One after the other: an upload that ends meanwhile looks at the local step, too.
     for root in roots:
         try:
             do(root)
+            done.append(root.index.root)
         except CheckpointNotFound as error:
             lacks.append(str(error))
+        except OSError as error:
+            if done:
+                error.add_note(f"Done in {done[0]}. Try again once {root.index.root} answers.")
+            raise
     return lacks[-1] if len(lacks) == len(roots) else ""
 
 

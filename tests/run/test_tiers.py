@@ -712,6 +712,20 @@ def test_a_job_without_local_steps_waits_for_its_directory(tmp_path, local, stor
         assert manager.all_steps() == []
 
 
+def test_a_pin_says_where_it_was_made_while_the_directory_is_away(tmp_path, local, store):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+        store.away, store.only = OSError(errno.EIO, "away"), "pinned"
+        with pytest.raises(OSError, match="away") as refused:
+            manager.pin(1)
+        assert (local / "1" / names.PINNED).exists()
+        (note,) = refused.value.__notes__
+        assert note == f"Done in {local}. Try again once {tmp_path}/run answers."
+        store.away = None
+        manager.pin(1)
+        assert (tmp_path / "run" / "1" / names.PINNED).exists()
+
+
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTDIR, errno.ENOSPC])
 def test_a_directory_that_refuses_is_away_too(tmp_path, local, store, code):
     """No permission, a file in its place or a full disk: the run goes on with its local steps."""
