@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, Self, final
 
 from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Files, Work, read_small, warn
 from jaxckpt.errors import SaveFailed, StoreError
@@ -27,8 +27,107 @@ _DECIDES_S: Final = 10.0  # the longest wait for that decision
 _FIRST_PAUSE_S: Final = 0.02
 
 
+class SharedDirectory(Attempts):
+    """The directory that all attempts share, and what is left there of those interrupted."""
+
+    __slots__ = ()
+
+    @contextlib.contextmanager
+    def _taken(self, *, by_force: bool) -> Iterator[Self | None]:
+        """Takes the file by which the writers of a shared directory exclude each other.
+
+        Args:
+            by_force: Takes it from a live writer too, which can then no longer commit.
+
+        Yields:
+            This with the lock; None if it was not taken.
+        """
+        storage, writer = self.storage, f"{self.path}/{names.WRITER}"
+        mine = f"{_TAKEN}{secrets.token_hex(8)}".encode()  # which its writer finds
+        hold, is_ours = None, by_force
+        try:
+            hold = storage.hold(writer, mine, new=True) or storage.hold(writer, mine)
+            if hold is None and by_force:
+                storage.write(writer, mine)
+                hold = storage.hold(writer, mine)
+        except io.UnsupportedOperation:  # left alone, it would block this name for ever
+            storage.write(writer, mine)
+            is_ours = True
+        try:
+            yield replace(self, hold=hold or UNLOCKED) if is_ours or hold is not None else None
+        finally:
+            if hold is not None:
+                hold.release()
+
+    def _is_marked(self) -> bool:
+        return self.storage.kind(f"{self.path}/{names.COMMIT_MARKER}") is not None
+
+    def _left(self) -> list[str] | None:
+        files = self.storage.files(self.path)
+        # Before process 0 begins, others may have written; and a writer that dies while it tries
+        # out the store leaves no more than a temporary file, which is not in `files`.
+        is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
+        is_left = names.COMMIT_MARKER not in files and is_ours
+        return [*files] if is_left or _is_lone(files) else None
+
+    def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
+        """Returns the files of interrupted saves and deletions in directories here, by name.
+
+        Leaves out a directory with other files, such as a committed checkpoint.
+        """
+        both = ((name, replace(self, path=f"{self.path}/{name}")._left()) for name in steps)
+        return {name: files for name, files in both if files is not None}
+
+    def remove_left(self, files: Sequence[str]) -> bool:
+        """Removes files found by `left_below`; returns False if their writer may be alive."""
+        with self._taken(by_force=False) as mine, contextlib.suppress(SaveFailed):
+            if mine is not None:
+                mine._finish(files)
+                return True
+        return False  # another writer has it, or has it now
+
+    def is_unfinished(self) -> bool:
+        """Returns whether a directory that is not committed may be a save under way."""
+        return names.COMMIT_MARKER not in self.storage.entries(self.path)
+
+    def _finish(self, files: Sequence[str]) -> None:
+        """Removes the writer's file from what was committed since it was listed, or all of it."""
+        if self._is_marked() and not _is_lone(self.storage.files(self.path)):
+            self._delete([names.WRITER])
+            return
+        if files:
+            warn(self.path, self._REMAINS)
+        self._delete_left(files)
+
+    def _delete_left(self, files: Sequence[str], *, late: bool = False) -> None:
+        """Deletes remains that were listed before they were known to be nobody's.
+
+        What another writer has written since stays, unless it has the name of one of them.
+
+        Raises:
+            SaveFailed: another writer may be saving there, since this process stood still.
+        """
+        self._delete([file for file in files if file not in _OURS])
+        self._delete([names.RECORD] if names.RECORD in files else [])
+        left = listing(self.storage, self.path) or {}
+        self._delete([*filter(is_temporary_file, left)] + ([] if late else [names.WRITER]))
+        if not self.storage.parallel_writes and not self.storage.files(self.path):
+            self.storage.delete(self.path)  # a mounted bucket has directories
+
+    def _delete(self, files: Sequence[str]) -> None:
+        self.storage.delete_files([f"{self.path}/{f}" for f in files], check=self._refuse_lost)
+
+    def _refuse_lost(self) -> None:
+        """Raises SaveFailed if another writer may have taken the lock, and written files."""
+        if not self.hold.goes_on():
+            raise SaveFailed(
+                f"{self.path}: this process did not renew its lock in time, and another writer "
+                "took over. Verify what is there, and let only one job save here."
+            )
+
+
 @final
-class MarkerCommit(Attempts):
+class MarkerCommit(SharedDirectory):
     """The commit and the removal by a marker; the docstrings here are for `RenameCommit` too."""
 
     __slots__ = ()
@@ -72,69 +171,6 @@ class MarkerCommit(Attempts):
                 warn(self.path, self._LEFT_ALONE)
             else:
                 mine._finish([file for file in files if token is None or token not in file])
-
-    def _finish(self, files: Sequence[str]) -> None:
-        """Removes the writer's file from what was committed since it was listed, or all of it."""
-        if self._is_marked() and not _is_lone(self.storage.files(self.path)):
-            self._delete([names.WRITER])
-            return
-        if files:
-            warn(self.path, self._REMAINS)
-        self._delete_left(files)
-
-    @contextlib.contextmanager
-    def _taken(self, *, by_force: bool) -> Iterator[MarkerCommit | None]:
-        """Takes the file by which the writers of a shared directory exclude each other.
-
-        Args:
-            by_force: Takes it from a live writer too, which can then no longer commit.
-
-        Yields:
-            This with the lock; None if it was not taken.
-        """
-        storage, writer = self.storage, f"{self.path}/{names.WRITER}"
-        mine = f"{_TAKEN}{secrets.token_hex(8)}".encode()  # which its writer finds
-        hold, is_ours = None, by_force
-        try:
-            hold = storage.hold(writer, mine, new=True) or storage.hold(writer, mine)
-            if hold is None and by_force:
-                storage.write(writer, mine)
-                hold = storage.hold(writer, mine)
-        except io.UnsupportedOperation:  # left alone, it would block this name for ever
-            storage.write(writer, mine)
-            is_ours = True
-        try:
-            yield replace(self, hold=hold or UNLOCKED) if is_ours or hold is not None else None
-        finally:
-            if hold is not None:
-                hold.release()
-
-    def _is_marked(self) -> bool:
-        return self.storage.kind(f"{self.path}/{names.COMMIT_MARKER}") is not None
-
-    def _left(self) -> list[str] | None:
-        files = self.storage.files(self.path)
-        # Before process 0 begins, others may have written; and a writer that dies while it tries
-        # out the store leaves no more than a temporary file, which is not in `files`.
-        is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
-        is_left = names.COMMIT_MARKER not in files and is_ours
-        return [*files] if is_left or _is_lone(files) else None
-
-    def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
-        """Returns the files of interrupted saves and deletions in directories here, by name.
-
-        Leaves out a directory with other files, such as a committed checkpoint.
-        """
-        both = ((name, MarkerCommit(self.storage, f"{self.path}/{name}")._left()) for name in steps)
-        return {name: files for name, files in both if files is not None}
-
-    def remove_left(self, files: Sequence[str]) -> bool:
-        """Removes files found by `left_below`; returns False if their writer may be alive."""
-        with self._taken(by_force=False) as mine, contextlib.suppress(SaveFailed):
-            if mine is not None:
-                mine._finish(files)
-                return True
-        return False  # another writer has it, or has it now
 
     def add(self, file: str, data: bytes | Iterable[bytes]) -> None:
         """Writes a file into a directory that only this writer fills.
@@ -309,36 +345,6 @@ class MarkerCommit(Attempts):
                 if self._is_marked():  # else the copy is all that is left
                     self.storage.delete(aside)
                 raise
-
-    def is_unfinished(self) -> bool:
-        """Returns whether a directory that is not committed may be a save under way."""
-        return names.COMMIT_MARKER not in self.storage.entries(self.path)
-
-    def _delete_left(self, files: Sequence[str], *, late: bool = False) -> None:
-        """Deletes remains that were listed before they were known to be nobody's.
-
-        What another writer has written since stays, unless it has the name of one of them.
-
-        Raises:
-            SaveFailed: another writer may be saving there, since this process stood still.
-        """
-        self._delete([file for file in files if file not in _OURS])
-        self._delete([names.RECORD] if names.RECORD in files else [])
-        left = listing(self.storage, self.path) or {}
-        self._delete([*filter(is_temporary_file, left)] + ([] if late else [names.WRITER]))
-        if not self.storage.parallel_writes and not self.storage.files(self.path):
-            self.storage.delete(self.path)  # a mounted bucket has directories
-
-    def _delete(self, files: Sequence[str]) -> None:
-        self.storage.delete_files([f"{self.path}/{f}" for f in files], check=self._refuse_lost)
-
-    def _refuse_lost(self) -> None:
-        """Raises SaveFailed if another writer may have taken the lock, and written files."""
-        if not self.hold.goes_on():
-            raise SaveFailed(
-                f"{self.path}: this process did not renew its lock in time, and another writer "
-                "took over. Verify what is there, and let only one job save here."
-            )
 
 
 def _is_lone(files: Iterable[str]) -> bool:

@@ -10,12 +10,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, final
 
+from jaxckpt._disk.by_marker import remove_writer
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.facts import write_run_metadata
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.worker import Worker
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
+from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Group
 
@@ -90,7 +93,7 @@ class Opening:
     def fail(self) -> None:
         """Releases a run that cannot be used, so that the next manager need not wait."""
         self.ended, self._is_over = "it could not open the run", True
-        self._owner.close()
+        self._owner.lock.release()
 
     def _begin_or_go_on(self, reach: Reach, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
@@ -99,7 +102,7 @@ class Opening:
             raise
         except OSError as error:
             if not reach.away:  # else the call goes on in the background
-                self._owner.close()
+                self._owner.lock.release()
             self._owner.doubt()
             away = {"away": str(error), "silent": bool(reach.away)}
             return {"newest": None, "naming": None, **away}
@@ -109,7 +112,7 @@ class Opening:
         with self._beginning:
             listing = self._take()
         if self._is_over:  # by another manager, or while the root did not answer
-            self._owner.close()
+            self._owner.lock.release()
             raise SaveFailed(f"{index.root}: {self.ended}")
         index.note_strays(
             listing, besides=[self._deletion.move_to, *self._owner.leftovers.spared_work]
@@ -125,7 +128,7 @@ class Opening:
             # Steps can be restored and deleted there.
             index.report(f"{index.root} is opened, though the disk is full: {error}")
         if (newest := index.newest(listing)) is not None:
-            self._owner.finish_commit(newest)
+            _finish_commit(index, newest)
         naming = None if index.naming is None else asdict(index.naming)
         return {
             "newest": newest,
@@ -142,7 +145,7 @@ class Opening:
             if not self._owner.token and not self._is_over:
                 self._take()
             if self._is_over:  # while the root did not answer
-                self._owner.close()
+                self._owner.lock.release()
                 raise SaveFailed(f"{self._index.root}: {self.ended}")
         finally:
             self._beginning.release()
@@ -165,14 +168,24 @@ class Opening:
             finally:
                 self._is_over = True  # the uploads that it waited for may have opened the root
                 if self._reach is None:
-                    self._owner.close()
+                    self._owner.lock.release()
                 else:
-                    self._reach.leave(self._owner.close)
+                    self._reach.leave(self._owner.lock.release)
                 with _open_lock:
                     if _open.get(self._key) is self:
                         del _open[self._key]
         finally:
             self._ending.release()
+
+
+def _finish_commit(index: StepIndex, step: int) -> None:
+    """Removes the writer's file from the newest step, if this job owns the run."""
+    if not (index.owned and index.has(step, names.WRITER)):
+        return
+    try:
+        remove_writer(index.storage, index.path(step))
+    except OSError as error:
+        index.report(f"{index.path(step)}/{names.WRITER} cannot be removed: {error}")
 
 
 _open: dict[tuple[str, int], Opening] = {}  # managers open for writing

@@ -18,10 +18,10 @@ import secrets
 import socket
 import time
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from jaxckpt._disk.by_marker import remove_writer
 from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import check_id
@@ -33,7 +33,7 @@ from jaxckpt._run.listing import Listing, check_root
 from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner
-from jaxckpt.storage import Entry, Hold, together
+from jaxckpt.storage import Entry, Hold, Storage, together
 
 
 def interrupted(index: StepIndex, listing: Listing, doomed: Doomed) -> list[int]:
@@ -45,6 +45,46 @@ def interrupted(index: StepIndex, listing: Listing, doomed: Doomed) -> list[int]
     whole = [n for n in numbers if index.state(listing, n) == "committed"]
     until_s = doomed.began_ns / 1e9
     return [n for n in whole if not until_s or index.info(n).saved_s <= until_s]
+
+
+def _finish(leases: Leases, owner: Ownership, listing: Listing, doomed: Doomed) -> None:
+    """Deletes the steps that the owner before was deleting: it may go on at any moment."""
+    numbers = interrupted(leases.index, listing, doomed)
+    steps = [listing.steps[number] for number in numbers]
+    Deletion(leases, owner, move_to=doomed.move_to).finish(steps)
+    for number in numbers:
+        leases.index.forget(number)
+
+
+@final
+@dataclass
+class RootLock:
+    """The lock that shows that a job runs, which may write to a run."""
+
+    index: StepIndex
+    hold: Hold | None = None
+    is_released: bool = False  # for good: it is not taken again
+
+    def take(self) -> None:
+        """Takes the lock unless another job holds it, or this one has released it."""
+        if self.hold is None and not self.is_released:
+            try:
+                self.hold = self.index.storage.hold(f"{self.index.root}/{names.LOCK}")
+            except io.UnsupportedOperation:
+                self.hold = Hold()
+            if self.is_released:  # an interrupt has released it meanwhile
+                self.release()
+
+    @property
+    def excludes(self) -> bool:
+        """Returns whether it is held, where there are locks."""
+        return self.hold is not None and type(self.hold) is not Hold
+
+    def release(self) -> None:
+        """Releases the lock, if it is held."""
+        hold, self.hold, self.is_released = self.hold, None, True
+        if hold is not None:
+            hold.release()
 
 
 @final
@@ -66,12 +106,9 @@ class Ownership:
         self.run: str | None = None  # the id of the root, once it was checked
         # Why a step is damaged, and which file, by step: what a guest could not set aside.
         self.damaged: dict[int, tuple[str, str | None]] = {}
-        self._index = leases.index
-        self._leases = leases
-        self._keep = keep
-        self._ledger = ledger
-        self._hold: Hold | None = None
-        self._closed = False
+        self._index, self._leases = leases.index, leases
+        self._keep, self._ledger = keep, ledger
+        self.lock = RootLock(leases.index)
         self.leftovers = Leftovers(leases)  # of earlier jobs
         self.is_known = True  # whether the run was listed when the job began
         self.is_new = True  # whether no earlier job has owned the run, as far as is known
@@ -89,18 +126,19 @@ class Ownership:
             CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
-        self._closed, self.token, self.leftovers.spared = False, "", spared
+        self.lock.is_released, self.token, self.leftovers.spared = False, "", spared
         try:
             entries = refuse_inside(storage, root, partial(check_root, storage, root))
             if entries is None:
                 storage.make_dir(root)
             elif self._index.naming is None:
                 self._index.learn_naming(entries)  # may raise, so before anything is written
-            identify = partial(self._identify, entries, run)
             look = self._index.owner if names.OWNER in (entries or ()) else lambda: None
-            *_, before = together(storage, [identify, self._lock, look])
+            check = partial(check_id, self._index, entries, run or "")
+            identify = check if run is not None else lambda: self.run
+            self.run, _, before = together(storage, [identify, self.lock.take, look])
             self.is_new = before is None
-            if self._hold is not None:
+            if self.lock.hold is not None:
                 return self.take_over(before, entries or {})
         except IsADirectoryError as error:
             raise IsADirectoryError(
@@ -116,22 +154,8 @@ class Ownership:
             "it, open it with mode='r'."
         )
         listing = self._index.listing()
-        self.is_guest, self.seen = True, max(self.seen, self._newest(listing))
+        self.is_guest, self.seen = True, max(self.seen, _newest(self._index, listing))
         return listing
-
-    def _identify(self, entries: Mapping[str, Entry] | None, run: str | None) -> None:
-        if run is not None:
-            self.run = check_id(self._index, entries, run)
-
-    def _lock(self) -> None:
-        """Takes the lock, unless another job holds it."""
-        try:
-            hold = self._index.storage.hold(f"{self._index.root}/{names.LOCK}")
-        except io.UnsupportedOperation:
-            hold = Hold()
-        self._hold = hold
-        if self._closed and hold is not None:  # an interrupt has closed it meanwhile
-            self.close()
 
     def who(self) -> str:
         """Describes the job that owns the run."""
@@ -163,9 +187,9 @@ class Ownership:
         if left or self.leftovers.half:
             self.check()
             if before is not None and doomed.owner == before.token:
-                self._finish(listing, doomed)
+                _finish(self._leases, self, listing, doomed)
             self.leftovers.sweep(left)
-        if (self.leftovers.files and self._remove_left()) or left:
+        if (self.lock.excludes and self.leftovers.files and self.leftovers.remove()) or left:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
@@ -178,24 +202,6 @@ class Ownership:
         if self.is_new and self.token:
             with contextlib.suppress(OSError):  # its error would keep the other processes waiting
                 self._index.storage.delete(f"{self._index.root}/{names.OWNER}")
-
-    def finish_commit(self, step: int) -> None:
-        """Removes the writer's file from the newest step, if this job owns the run."""
-        index = self._index
-        if not (index.owned and index.has(step, names.WRITER)):
-            return
-        try:
-            remove_writer(index.storage, index.path(step))
-        except OSError as error:
-            index.report(f"{index.path(step)}/{names.WRITER} cannot be removed: {error}")
-
-    def _finish(self, listing: Listing, doomed: Doomed) -> None:
-        """Deletes the steps that the owner before was deleting: it may go on at any moment."""
-        numbers = interrupted(self._index, listing, doomed)
-        steps = [listing.steps[number] for number in numbers]
-        Deletion(self._leases, self, move_to=doomed.move_to).finish(steps)
-        for number in numbers:
-            self._index.forget(number)
 
     def _write(self, before: Owner | None = None) -> None:
         owner = Owner(
@@ -211,22 +217,7 @@ class Ownership:
         except OSError as error:
             if not is_full(error):
                 raise
-            self._write_in_place(file, data, error)
-
-    def _write_in_place(self, file: str, data: bytes, full: OSError) -> None:
-        """Overwrites the owner's file, which takes no room, so that steps can be deleted.
-
-        If the file is missing, it stays missing: no other job has taken the run.
-        """
-        storage = self._index.storage
-        if storage.kind(file) is None:
-            return
-        with contextlib.suppress(io.UnsupportedOperation):
-            hold = storage.hold(file, data.ljust(storage.size(file)))
-            if hold is not None:
-                hold.release()
-                return
-        raise full
+            _write_in_place(self._index.storage, file, data, error)
 
     def check(self) -> Owner | None:
         """Returns the owner, this job, or None if the file is gone or damaged.
@@ -261,9 +252,8 @@ class Ownership:
             SaveFailed: that job still runs, and has saved steps that our job does not know;
                 nothing was changed.
         """
-        if self._hold is None and not self._closed:
-            self._lock()
-        if self._hold is None:
+        self.lock.take()
+        if self.lock.hold is None:
             self._leave_alone_if_ahead(step, self._still_damaged())
         self.take_over(self._index.owner())
         deletion = Deletion(self._leases, self)
@@ -280,7 +270,7 @@ class Ownership:
 
     def _leave_alone_if_ahead(self, step: int | None, damaged: Container[int]) -> None:
         listing = self._index.listing()
-        newest = self._newest(listing)
+        newest = _newest(self._index, listing)
         is_new = step is None or step in damaged or self._index.state(listing, step) is None
         if newest <= self.seen and is_new:
             return
@@ -291,11 +281,6 @@ class Ownership:
             "other one continues. Stop one of the two jobs. A job that starts again resumes from "
             "the newest step."
         )
-
-    def _newest(self, listing: Listing) -> int:
-        """Returns the newest committed step, or -1; reports nothing, since a job may be saving."""
-        steps = reversed(listing.steps)
-        return next((n for n in steps if self._index.state(listing, n) == "committed"), -1)
 
     def fence(self, step: int | None = None) -> None:
         """Takes the run over if this job has not yet, and checks that it may commit.
@@ -314,10 +299,9 @@ class Ownership:
         if self._leases.unsettled:
             self._leases.settle(self.token)
         # The job that held the lock may have ended: show that this job is running.
-        if self._hold is None and not self._closed:
-            self._lock()
-        if self.leftovers.files:
-            self._remove_left()
+        self.lock.take()
+        if self.lock.excludes and self.leftovers.files:
+            self.leftovers.remove()
         # In a store each listing is a request, and the owner's file shows enough.
         if step is not None and (self._index.storage.atomic_rename or not self._is_sure):
             self._refuse_older(step)
@@ -326,7 +310,7 @@ class Ownership:
     def _write_again(self) -> None:
         """Writes the owner's file, unless the root is another directory than was opened."""
         lock = f"{self._index.root}/{names.LOCK}"
-        is_gone = self._is_locked() and self._index.storage.kind(lock) is None
+        is_gone = self.lock.excludes and self._index.storage.kind(lock) is None
         if is_gone and not self._index.listing().steps:  # else somebody deleted these files only
             raise SaveFailed(
                 f"{self._index.root} is not the directory that this job opened: its steps "
@@ -335,10 +319,6 @@ class Ownership:
             ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
         self._write()
         self._is_sure = False
-
-    def _is_locked(self) -> bool:
-        """Returns whether this job holds the lock, where there are locks."""
-        return self._hold is not None and type(self._hold) is not Hold
 
     def _refuse_older(self, step: int) -> None:
         index, listing = self._index, self._index.listing()
@@ -351,16 +331,27 @@ class Ownership:
                 "opened the run. Only one job may write to a run; restore before continuing."
             )
 
-    def _remove_left(self) -> bool:
-        """Removes what earlier jobs left in steps, if this job holds the lock."""
-        return self._is_locked() and self.leftovers.remove()
-
     def doubt(self) -> None:
         """Lets the next commit look for later steps: the run was not listed when the job began."""
         self.is_known = self._is_sure = False
 
-    def close(self) -> None:
-        """Releases the lock."""
-        hold, self._hold, self._closed = self._hold, None, True
+
+def _newest(index: StepIndex, listing: Listing) -> int:
+    """Returns the newest committed step, or -1; reports nothing, since a job may be saving."""
+    steps = reversed(listing.steps)
+    return next((n for n in steps if index.state(listing, n) == "committed"), -1)
+
+
+def _write_in_place(storage: Storage, file: str, data: bytes, full: OSError) -> None:
+    """Overwrites the owner's file, which takes no room, so that steps can be deleted.
+
+    If the file is missing, it stays missing: no other job has taken the run.
+    """
+    if storage.kind(file) is None:
+        return
+    with contextlib.suppress(io.UnsupportedOperation):
+        hold = storage.hold(file, data.ljust(storage.size(file)))
         if hold is not None:
             hold.release()
+            return
+    raise full

@@ -181,14 +181,13 @@ class Saver:
         if self.preemption.reached(step) and not self._is_saved_for_preemption():
             return because(_PREEMPTION)
         # Deleting old steps after a commit does not count.
-        return because("force") if force else self.due.decide(step, self._is_busy)
+        if force:
+            return because("force")
+        return self.due.decide(step, lambda: not all(one.done() for one in self.worker.under_way()))
 
     def _saving(self) -> list[int]:
         """Returns the steps under way."""
         return [one.step or 0 for one in self.worker.under_way() if one.job.request.problem is None]
-
-    def _is_busy(self) -> bool:
-        return not all(handle.done() for handle in self.worker.under_way())
 
     def _is_saved_for_preemption(self) -> bool:
         """Waits for the save for preemption; all processes retry a failed one."""

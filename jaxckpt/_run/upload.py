@@ -345,8 +345,10 @@ class Sending:
         return self.trusted.get(self._shared[name], new)
 
     def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
-        if there is not None and there.size == size and self._is_same(name, size):
-            return False, size
+        if there is not None and there.size == size:
+            here = pieces(self.target, f"{self.folder}/{name}", size)
+            if same_bytes(here, self._read(name, size)):
+                return False, size
         self._made.add(name)
         if there is None and name in self._shared and self._is_linked(name, size):
             return False, size
@@ -374,10 +376,6 @@ class Sending:
 
     def _read(self, name: str, size: int) -> Iterator[bytes]:
         return self.source.pieces(self.sources.get(name, name), size)
-
-    def _is_same(self, name: str, size: int) -> bool:
-        there = pieces(self.target, f"{self.folder}/{name}", size)
-        return same_bytes(there, self._read(name, size))
 
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"

@@ -161,13 +161,11 @@ def _find(form: _Form, value: object) -> _Cached | None:
     for cached in _cache:  # without the lock: the comparison may run the user's code
         with contextlib.suppress(Exception):  # static data that cannot be compared, such as arrays
             # Static data may name keys, and change in place.
-            if cached.form == form and cached.keys == _keys_of(value):
-                return cached
+            if cached.form == form:
+                leaves, _ = jax.tree_util.tree_flatten_with_path(value)
+                if cached.keys == [keys for keys, _ in leaves]:
+                    return cached
     return None
-
-
-def _keys_of(value: object) -> list[Any]:
-    return [keys for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
 
 
 def _put(form: _Form, planned: TreePlan) -> None:

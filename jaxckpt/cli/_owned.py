@@ -95,7 +95,7 @@ def owned(
             _refuse(seen.index)
         yield Deletion(seen.leases, owner, move_to=seen.move_to)
     finally:
-        owner.close()
+        owner.lock.release()
 
 
 @contextlib.contextmanager

@@ -204,8 +204,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
     problems = []
     for path in paths:
         name = ".".join(path)
-        other = first.setdefault(prefix_of(name), path)
-        if other is not path:
+        if (other := first.setdefault(prefix_of(name), path)) is not path:
             problems.append(
                 f"  {path_text(path)}: would have the same name on disk, {name!r}, as "
                 f"{path_text(other)}; rename one of the keys"

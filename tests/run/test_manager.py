@@ -1229,7 +1229,7 @@ def test_a_job_started_twice_leaves_the_first_one_alone(tmp_path, processes):
         if other is not None:
             with pytest.raises(SaveFailed, match="opened for writing by another job"):
                 other.owner.fence()
-            other.owner.close()
+            other.owner.lock.release()
 
 
 @as_processes
@@ -1239,7 +1239,7 @@ def test_a_job_that_was_running_has_ended_before_the_first_save(tmp_path, proces
         manager.save(1, {"n": 1})
     other = in_first(processes, lambda: Running(tmp_path))
     with CheckpointManager(tmp_path) as manager:
-        in_first(processes, lambda: (other.save(10), other.save(20), other.owner.close()))
+        in_first(processes, lambda: (other.save(10), other.save(20), other.owner.lock.release()))
         settle(manager, processes)
 
         assert [manager.save(step, {"n": step}) for step in (10, 15, 20)] == [None] * 3

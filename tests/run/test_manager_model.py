@@ -259,7 +259,7 @@ class Runs(RuleBasedStateMachine):
         self.manager._index.storage = CrashingStorage(LocalStorage(), after, torn=torn)
         with suppress(SimulatedCrash):
             owner.open()
-        owner.close()
+        owner.lock.release()
 
         self.open_after_a_crash(keep)
 

@@ -758,7 +758,7 @@ def test_a_run_that_is_opened_again_belongs_to_the_new_job(world):
     first, second = world.run(), world.run()
     first.owner.open()
     first.owner.fence()
-    first.owner.close()
+    first.owner.lock.release()
 
     second.owner.open()
 
@@ -793,8 +793,8 @@ def test_a_job_that_was_opened_for_writing_ends_its_lock(world):
     """After `close`, also twice, the next one owns the run at once."""
     first = world.run()
     first.owner.open()
-    first.owner.close()
-    first.owner.close()
+    first.owner.lock.release()
+    first.owner.lock.release()
 
     second = world.run()
     second.owner.open()
@@ -819,7 +819,7 @@ def test_a_crash_while_a_run_is_taken_leaves_one_owner(disk):
     for after in itertools.count():
         first = disk.run()
         first.owner.open()
-        first.owner.close()
+        first.owner.lock.release()
         disk.write("5.orbax-checkpoint-tmp-jaxckpt-" + TOKEN + "/f")
         storage = CrashingStorage(disk.storage, after)
         died = False
@@ -831,7 +831,7 @@ def test_a_crash_while_a_run_is_taken_leaves_one_owner(disk):
         again = disk.run()
         again.owner.open()
         again.owner.fence()
-        again.owner.close()
+        again.owner.lock.release()
         assert disk.entries() == set()
         if not died:
             break
@@ -1046,7 +1046,7 @@ def test_what_others_wrote_is_never_removed(tmp_path_factory, entries):
     found = disk.run(naming=StepNames())
     found.owner.open()
     found.deletion.delete([1, 5])
-    found.owner.close()
+    found.owner.lock.release()
 
     assert disk.entries() == (entries - ours) | {"2"}
 
@@ -1125,7 +1125,7 @@ def test_a_crash_of_a_deletion_leaves_whole_steps_or_none(world, torn):
         again = world.run()
         again.owner.open()
         again.deletion.delete([1, 2])
-        again.owner.close()
+        again.owner.lock.release()
         world.storage.delete(f"{world.root}/{names.OWNER}")
         left = {entry for entry in world.entries() if not entry.startswith(".jaxckpt-tmp-")}
         assert left <= ({"3"} if world.storage.atomic_rename else {"1", "2", "3"})
@@ -1217,7 +1217,7 @@ def test_a_step_that_a_new_owner_saved_again_is_put_back(disk, how):
             if src.endswith("/2"):
                 again = disk.run()
                 again.owner.open()
-                again.owner.close()
+                again.owner.lock.release()
                 again.deletion.delete([2])
                 disk.add("2")
                 disk.write("2/again")
@@ -1226,7 +1226,7 @@ def test_a_step_that_a_new_owner_saved_again_is_put_back(disk, how):
     disk.add("1", "2", "3")
     first = moving(disk, Standing()) if how == "move" else disk.run(Standing())
     first.owner.open()
-    first.owner.close()
+    first.owner.lock.release()
 
     if how == "set aside":
         first.deletion.set_aside(2, "why")
@@ -1243,7 +1243,7 @@ def test_a_job_that_has_lost_the_run_changes_no_step(world):
     world.add("1", "2", "3")
     first, second = world.run(), world.run()
     first.owner.open()
-    first.owner.close()
+    first.owner.lock.release()
     world.write(names.DOOMED, run.encode(Doomed(steps=["1", "9"], owner=first.owner.token)))
 
     second.owner.open()
@@ -1269,7 +1269,7 @@ def test_what_another_job_has_announced_is_not_deleted(world):
         world.write(names.DOOMED, run.encode(doomed))
         found = world.run()
         found.owner.open()
-        found.owner.close()
+        found.owner.lock.release()
 
         assert world.entries() == {"1", "2", "3"}
 
@@ -1286,7 +1286,7 @@ def test_a_deletion_that_failed_is_not_finished_by_another_job(disk):
     disk.add("1", "2")
     first = disk.run(Stuck())
     first.owner.open()
-    first.owner.close()
+    first.owner.lock.release()
     assert first.deletion.delete([2]) == [2]
     disk.add("2")
 
@@ -1317,10 +1317,10 @@ def test_a_step_that_is_saved_again_after_a_deletion_that_failed_stays(world, er
         first.owner.fence(2)
 
         assert first.leases.is_staying("2")
-        first.owner.close()
+        first.owner.lock.release()
         later = world.run()
         later.owner.open()
-        later.owner.close()
+        later.owner.lock.release()
         assert later.index.steps() == [1, 2]
         if next(calls) < n:
             break
@@ -1381,7 +1381,7 @@ def test_a_crash_of_a_move_leaves_each_step_whole(disk, torn):
         again = moving(disk)
         again.owner.open()
         again.deletion.delete([1, 2])
-        again.owner.close()
+        again.owner.lock.release()
         disk.storage.delete(f"{disk.root}/{names.OWNER}")
         assert {e for e in disk.entries() if not e.startswith(".jaxckpt-tmp-")} == {"3", "bin"}
         for entry in disk.entries():
@@ -1857,7 +1857,7 @@ def test_what_cannot_be_set_aside_is_reported_and_stays(world):
         assert world.is_whole(aside)
         owner = world.run().owner
         owner.open()
-        owner.close()
+        owner.lock.release()
         world.storage.delete(f"{world.root}/{names.OWNER}")
         assert {entry for entry in world.entries() if not names.is_set_aside(entry)} == {"1"}
         world.add("2")
