@@ -191,7 +191,7 @@ FOLDERS = {
     "format": (3293, 2169),
     "integrations": (478, 264),
     "multihost": (953, 594),
-    "orbax": (6124, 3742),
+    "orbax": (6127, 3747),
     "pages": (2423, 1724),
     "storage": (4211, 2852),
     "testing": (985, 641),

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from etils import epath
 
-from jaxckpt import CheckpointManager, SaveHandle
+from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
@@ -31,8 +31,58 @@ from jaxckpt.storage import locate
 from jaxckpt.types import StepInfo
 
 
+class Steps:
+    """The steps of a run, listed at the opening, and then counted, as by Orbax."""
+
+    def __init__(self, index: StepIndex) -> None:
+        self._index = index
+        self._facts: dict[int, StepInfo] = {}
+        self.numbers = index.steps()
+        self.saves: list[SaveHandle] = []
+
+    @property
+    def newest(self) -> int | None:
+        return self.numbers[-1] if self.numbers else None
+
+    def info(self, step: int) -> StepInfo:
+        info = self._facts.get(step) or self._index.info(step)
+        if step not in self._index.unknown:
+            self._facts[step] = info
+        return info
+
+    def infos(self) -> list[StepInfo]:
+        return [self.info(step) for step in self.numbers]
+
+    def reload(self) -> None:
+        """Looks at the directory again."""
+        self.saves = [handle for handle in self.saves if not handle.done()]
+        saving = {handle.step for handle in self.saves if handle.step is not None}
+        self.numbers = sorted({*self._index.steps(), *saving})
+        self._facts = {step: self._facts[step] for step in saving if step in self._facts}
+
+    def add(self, handle: SaveHandle, step: int, metrics: Any) -> None:
+        """Counts a step as saved."""
+        self.saves.append(handle)
+        self.numbers = sorted({*self.numbers, step})
+        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
+        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
+
+    def drop(self, keep: KeepPolicy) -> None:
+        """Counts the steps that a new one pushes out as deleted."""
+        if keep.has_rules:
+            bare = [StepInfo(step=number, saved_s=0.0) for number in self.numbers]
+            kept = keep.kept(self.infos() if keep.needs_facts else bare, now_s=time.time())
+            self.numbers = [s for s in self.numbers if s in kept or self._is_foreign(s)]
+
+    def _is_foreign(self, step: int) -> bool:
+        """Returns whether another program wrote a step, which jaxckpt never deletes by itself."""
+        path = f"{self._index.path(step)}/{names.RECORD}"
+        saving = step in [handle.step for handle in self.saves]
+        return not saving and self._index.storage.kind(path) is None
+
+
 class Run(Closing):
-    """A run, whose steps are listed when it is opened, and then counted."""
+    """A run, and the manager that saves to it once that is needed."""
 
     def __init__(self, directory: str | os.PathLike[str], options: Any, **given: Any) -> None:
         """Lists the steps.
@@ -55,14 +105,12 @@ class Run(Closing):
         self._index = index_of(directory, self._names)
         if options.create:
             _handling.make_dir(self._index.storage, self._index.root, self._mode)
-        self._steps = self._index.steps()
-        if not self._steps and StepIndex(*locate(directory), quiet=True).steps():
+        self._steps = Steps(self._index)
+        if not self._steps.numbers and StepIndex(*locate(directory), quiet=True).steps():
             policies.warn_once(
                 f"{directory} has steps of other names, which this manager leaves alone, like "
                 "Orbax. To see them, pass step_prefix or step_format_fixed_length."
             )
-        self._facts: dict[int, StepInfo] = {}
-        self._saves: list[SaveHandle] = []
         self._writer: CheckpointManager | None = None
 
     def _open(self) -> CheckpointManager:
@@ -70,9 +118,10 @@ class Run(Closing):
         writer = self._writer
         if writer is None or saver_of(writer).ended:
             self._raise_errors()
+            infos = self._steps.infos
             self._writer = writer = CheckpointManager(
                 self._index.root,
-                save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
+                save=policies.save_policy(self._when, infos, self.is_saving_in_progress),
                 keep=self._keep,
                 **self._given,
                 step_prefix=self._names.prefix,
@@ -88,32 +137,20 @@ class Run(Closing):
 
     # --- the steps ---------------------------------------------------------------------------
 
-    def _info(self, step: int) -> StepInfo:
-        info = self._facts.get(step) or self._index.info(step)
-        if step not in self._index.unknown:
-            self._facts[step] = info
-        return info
-
-    def _infos(self) -> list[StepInfo]:
-        return [self._info(step) for step in self._steps]
-
     def _judged(self) -> list[StepInfo]:
-        """Returns the steps for the saving thread, which may be at work before `_count` is."""
+        """Returns the steps for the saving thread, which may be at work before `Steps.add` is."""
         saves = [] if self._writer is None else saver_of(self._writer).worker.under_way()
         late = {one.step for one in saves if one.step is not None and one.timing is not None}
-        return [self._info(step) for step in sorted({*self._steps, *late})]
+        return [self._steps.info(step) for step in sorted({*self._steps.numbers, *late})]
 
     def reload(self) -> None:
         """Looks at the directory again."""
-        self._saves = [handle for handle in self._saves if not handle.done()]
-        saving = {handle.step for handle in self._saves if handle.step is not None}
-        self._steps = sorted({*self._index.steps(), *saving})
-        self._facts = {step: self._facts[step] for step in saving if step in self._facts}
+        self._steps.reload()
 
     def _is_due(self, step: int) -> bool:
         """Returns whether a step is above the newest and due; leaves errors to `save`."""
-        is_new = not self._steps or self._steps[-1] < step
-        return is_new and saver_of(self._open()).decide(step).save
+        newest = self._steps.newest
+        return (newest is None or newest < step) and saver_of(self._open()).decide(step).save
 
     def _save(self, step: int, items: Any, metrics: Any, **options: Any) -> SaveHandle | None:
         """Saves a step if it is due; raises the error of an earlier save, and forgets its step."""
@@ -123,41 +160,20 @@ class Run(Closing):
             self.reload()
             raise
         if handle is not None:
-            self._count(handle, step, metrics)
-            self._discount()
+            self._steps.add(handle, step, metrics)
+            self._steps.drop(self._keep)
         return handle
-
-    def _count(self, handle: SaveHandle, step: int, metrics: Any) -> None:
-        """Counts a step as saved."""
-        self._saves.append(handle)
-        self._steps = sorted({*self._steps, step})
-        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
-        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
-
-    def _discount(self) -> None:
-        """Counts the steps that a new one pushes out as deleted, as Orbax does."""
-        if self._keep.has_rules:
-            bare = [StepInfo(step=number, saved_s=0.0) for number in self._steps]
-            infos = self._infos() if self._keep.needs_facts else bare
-            kept = self._keep.kept(infos, now_s=time.time())
-            self._steps = [s for s in self._steps if s in kept or self._is_foreign(s)]
-
-    def _is_foreign(self, step: int) -> bool:
-        """Returns whether another program wrote a step, which jaxckpt never deletes by itself."""
-        path = f"{self._index.path(step)}/{names.RECORD}"
-        saving = step in [handle.step for handle in self._saves]
-        return not saving and self._index.storage.kind(path) is None
 
     def _delete(self, step: int, item: str | None = None) -> None:
         """Deletes a step, or an item of it; FileNotFoundError if it is not there."""
         self._open().delete(step, item=item)
-        self._steps = [s for s in self._steps if s != step or item is not None]
+        self._steps.numbers = [s for s in self._steps.numbers if s != step or item is not None]
 
     # --- the saves ---------------------------------------------------------------------------
 
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save is under way."""
-        return not all(handle.done() for handle in self._saves)
+        return not all(handle.done() for handle in self._steps.saves)
 
     def _finish(self) -> None:
         """Waits until all saves have ended and the steps not kept are deleted."""
@@ -182,7 +198,7 @@ class Run(Closing):
                 raise_first(errors)
 
     def _wait_for(self, step: int) -> None:
-        if any(handle.step == step and not handle.done() for handle in self._saves):
+        if any(handle.step == step and not handle.done() for handle in self._steps.saves):
             self._finish()
 
     def _close(self) -> None:

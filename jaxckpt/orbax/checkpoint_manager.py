@@ -12,8 +12,9 @@ from jaxckpt._run.facts import run_metadata
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
-from jaxckpt.orbax import _handling, args, checkpointers, handlers, metadata, options, policies
+from jaxckpt.orbax import _handling, args, handlers, metadata, options, policies
 from jaxckpt.orbax._run import Run
+from jaxckpt.orbax.checkpointers import Checkpointer, Closing
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
 from jaxckpt.orbax.metadata import StepMetadata as StepMetadata
@@ -34,7 +35,7 @@ class StepAlreadyExistsError(StepExists, ValueError):
     """The run has this step, and `force` is set."""
 
 
-class AbstractCheckpointManager(checkpointers.Closing):
+class AbstractCheckpointManager(Closing):
     """The base of managers."""
 
 
@@ -82,7 +83,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
     @property
     def _checkpoints(self) -> list[policies.CheckpointInfo]:
         """Returns the steps, for programs whose manager is a subclass of this class."""
-        return policies.infos(self._infos())
+        return policies.infos(self._steps.infos())
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Returns the steps in order, including steps being saved.
@@ -92,18 +93,18 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         """
         if read:
             self.reload()
-        return list(self._steps)
+        return list(self._steps.numbers)
 
     def latest_step(self) -> int | None:
         """Returns the newest step, or None."""
-        return self._steps[-1] if self._steps else None
+        return self._steps.newest
 
     def best_step(self) -> int | None:
         """Returns the step that `best_fn` ranks first; without it, the newest."""
         if self._options.best_fn is None:
             return self.latest_step()
         sign = -1 if self._options.best_mode == "min" else 1
-        infos, unread = self._infos(), self._index.unknown
+        infos, unread = self._steps.infos(), self._index.unknown
         infos = [self._index.read_info(i.step) if i.step in unread else i for i in infos]
         ranked = [(sign * self._options.best_fn(i.metrics), i.step) for i in infos if i.metrics]
         return max(ranked)[1] if ranked else None
@@ -147,7 +148,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         args = self._checked(items, args, is_default=not isinstance(_ours(args), _Composite))
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        if step in self._steps:
+        if step in self._steps.numbers:
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
         saver_of(self._open()).worker.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
@@ -266,13 +267,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     # --- waiting and deleting ----------------------------------------------------------------
 
-    def wait_until_finished(self) -> None:
-        """Waits until all saves have ended and the steps not kept are deleted."""
-        self._finish()
-
-    def check_for_errors(self) -> None:
-        """Raises an error of a save that has ended."""
-        self._raise_errors()
+    wait_until_finished, check_for_errors = Run._finish, Run._raise_errors
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the job is being stopped and should end at this step."""
@@ -312,17 +307,14 @@ def _handler(
             "`checkpointers`, `handler_registry`, `item_handlers` and `item_names` are mutually "
             "exclusive, unless `item_handlers` is a dict"
         )
-    by_name = {DEFAULT_ITEM_NAME: found} if single else dict(found or {})
+    by_name: dict[str, Any] = {DEFAULT_ITEM_NAME: found} if single else dict(found or {})
     if checkpointers is not None:
-        by_name = {name: _handler_of(name, one) for name, one in by_name.items()}
+        for name, one in by_name.items():
+            if not isinstance(one, Checkpointer):
+                raise ValueError(f"{name} in `checkpointers` is not a Checkpointer: {one!r}")
+            by_name[name] = one.handler
     composite = handlers.CompositeCheckpointHandler(
         *(item_names or ()), handler_registry=registry, **by_name
     )
     composite.declare(METRIC_ITEM_NAME, handlers.JsonCheckpointHandler(METRIC_ITEM_NAME))
     return composite, (None if found is None and item_names is None else single)
-
-
-def _handler_of(name: str, checkpointer: Any) -> Any:
-    if not isinstance(checkpointer, checkpointers.Checkpointer):
-        raise ValueError(f"{name} in `checkpointers` is not a Checkpointer: {checkpointer!r}")
-    return checkpointer.handler

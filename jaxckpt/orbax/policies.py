@@ -236,15 +236,14 @@ class EveryNStepsClosest(PreservationPolicy):
 _When = Callable[[int], Any]
 
 
-def _continuous(policy: Any) -> dict[str, Any]:
-    seconds = policy.minimum_interval_secs
-    return {"every_seconds": seconds, "first": True} if seconds else {"continuous": True}
-
-
 _SAVE: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "FixedIntervalPolicy": lambda p: {"every_steps": p.interval} if p.interval else {},
     "SpecificStepsPolicy": lambda p: {"when": lambda step: step in p.steps},
-    "ContinuousCheckpointingPolicy": _continuous,
+    "ContinuousCheckpointingPolicy": lambda p: (
+        {"every_seconds": seconds, "first": True}
+        if (seconds := p.minimum_interval_secs)
+        else {"continuous": True}
+    ),
     "PreemptionCheckpointingPolicy": lambda p: {"on_preemption": True},
     "InitialSavePolicy": lambda p: {"first": True},
 }
@@ -327,12 +326,6 @@ def _custom(policy: Any) -> Container[int]:
     return getattr(policy, "_steps_set", None) or policy.steps  # Orbax hides them
 
 
-def _every(policy: Any) -> dict[str, Any] | None:
-    if policy.exact_interval and policy.max_to_keep is None:
-        return {"every_steps": policy.interval_steps}
-    return None
-
-
 def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
     """Returns the steps that `EveryNSteps` keeps: multiples, or else steps that are far apart."""
     kept: list[int] = []
@@ -366,7 +359,9 @@ _KEEP: Final[Mapping[str, Callable[[Any], dict[str, Any] | None]]] = {
     "EveryNSeconds": lambda p: (
         {"every_seconds": p.interval_secs} if p.interval_secs else {"all": 1}
     ),
-    "EveryNSteps": _every,
+    "EveryNSteps": lambda p: (
+        {"every_steps": p.interval_steps} if p.exact_interval and p.max_to_keep is None else None
+    ),
     "CustomSteps": lambda p: {"when": lambda info: info.step in _custom(p)},
     "BestN": _best,
     "LatestDuration": lambda p: {"newer_than_s": p.duration.total_seconds()},

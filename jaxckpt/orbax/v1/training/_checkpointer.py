@@ -102,12 +102,13 @@ class Checkpointer(Run):
     @property
     def latest(self) -> CheckpointMetadata | None:
         """Returns the newest step, or None."""
-        return self._described(self._info(self._steps[-1])) if self._steps else None
+        newest = self._steps.newest
+        return None if newest is None else self._described(self._steps.info(newest))
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
         """Returns the steps in order."""
-        return [self._described(info) for info in self._infos()]
+        return [self._described(info) for info in self._steps.infos()]
 
     def _described(self, info: StepInfo) -> CheckpointMetadata:
         return CheckpointMetadata(
@@ -124,10 +125,9 @@ class Checkpointer(Run):
     def _existing(self, step: Any) -> int:
         """Returns the number of an existing step; the newest for None."""
         number = getattr(step, "step", step)
-        if number is None and self._steps:
-            number = self._steps[-1]
-        if number not in self._steps:
-            raise StepNotFoundError(f"{self.directory} has no step {number}; it has {self._steps}")
+        number, steps = self._steps.newest if number is None else number, self._steps.numbers
+        if number not in steps:
+            raise StepNotFoundError(f"{self.directory} has no step {number}; it has {steps}")
         self._wait_for(number)
         return number
 
@@ -183,7 +183,7 @@ class Checkpointer(Run):
             StepAlreadyExistsError: the step is there, and `overwrite` is False.
         """
         check_names(checkpointables, argument="checkpointables")
-        step, steps = operator.index(step), self._steps
+        step, steps = operator.index(step), self._steps.numbers
         if step in steps and not overwrite:
             raise StepAlreadyExistsError(f"Step {step} already exists in {self.directory}.")
         if steps and step < steps[-1] and step not in steps and not force:
@@ -206,7 +206,8 @@ class Checkpointer(Run):
     ) -> AsyncResponse:
         """Replaces a step at once, or adds one below the newest, which a manager does not."""
         self.wait()
-        saver, replaces = saver_of(writer := self._open()), _saving.replaces(step in self._steps)
+        saver = saver_of(writer := self._open())
+        replaces = _saving.replaces(step in self._steps.numbers)
         if not saver.position.is_owned:
             saver.position.join(step)
         items = _saving.with_metrics(items, metrics)
@@ -219,12 +220,12 @@ class Checkpointer(Run):
             problem = error
         handle = start(replace(request, fence=saver.fence, problem=problem))
         on_commit(handle, self._context.asynchronous.post_finalization_callback)
-        self._count(handle, step, metrics)
+        self._steps.add(handle, step, metrics)
         return SaveResponse(handle, value=True, failed=self.reload)
 
     def cancel(self, step: Any = None) -> None:
         """Ends the save under way without a commit, and deletes a step."""
-        for handle in self._saves:
+        for handle in self._steps.saves:
             handle.cancel()
             with contextlib.suppress(SaveFailed):
                 handle.result()
@@ -263,17 +264,16 @@ class Checkpointer(Run):
 
     def metadata(self, step: Any = None) -> CheckpointMetadata:
         """Returns the metadata of the tree of a step, the newest by default."""
-        number = self._existing(step)
-        return self._with_step(number, _metadata.metadata(self._path(number)))
+        return self._with_step(step, _metadata.metadata)
 
     def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
         """Returns the metadata of the items of a step, the newest by default."""
-        number = self._existing(step)
-        return self._with_step(number, _metadata.checkpointables_metadata(self._path(number)))
+        return self._with_step(step, _metadata.checkpointables_metadata)
 
-    def _with_step(self, step: int, found: Any) -> CheckpointMetadata:
-        metrics = dict(self._info(step).metrics) or None
-        return CheckpointMetadata(step=step, metrics=metrics, **vars(found))
+    def _with_step(self, step: Any, describe: Any) -> CheckpointMetadata:
+        path = self._path(number := self._existing(step))
+        metrics = dict(self._steps.info(number).metrics) or None
+        return CheckpointMetadata(step=number, metrics=metrics, **vars(describe(path)))
 
     def root_metadata(self) -> RootMetadata:
         """Returns the metadata of the run."""
@@ -312,7 +312,7 @@ class Checkpointer(Run):
 
     def wait(self) -> None:
         """Waits until all saves have ended."""
-        for handle in self._saves[-1:]:  # errors of earlier saves have been raised
+        for handle in self._steps.saves[-1:]:  # errors of earlier saves have been raised
             SaveResponse(handle, failed=self.reload).result()
         self._finish()
 
