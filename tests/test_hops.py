@@ -258,3 +258,28 @@ def test_functions_stay_short():
 
     assert statistics.median(lengths) <= 5
     assert lengths[len(lengths) * 9 // 10] <= 16
+
+
+def test_classes_and_signatures_stay_small():
+    """At most 8 classes have more than 15 methods, and 6 functions more than 8 parameters."""
+    nodes = [
+        node
+        for folder in FOLDERS
+        for source in sources(folder)
+        for node in ast.walk(ast.parse(source))
+    ]
+    large = [
+        node.name
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(one, ast.FunctionDef) for one in node.body) > 15
+    ]
+    wide = [
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        for names in [[one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)]]
+        if len({*names} - {"self", "cls"}) > 8
+    ]
+    assert len(large) <= 8, large
+    assert len(wide) <= 6, wide
