@@ -190,7 +190,7 @@ FOLDERS = {
     "cli": (4585, 3295),
     "format": (3293, 2169),
     "integrations": (478, 264),
-    "multihost": (953, 594),
+    "multihost": (957, 596),
     "orbax": (6127, 3747),
     "pages": (2423, 1724),
     "storage": (4211, 2852),

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, cast
 from urllib.parse import quote
 
+from jaxckpt._core.threads import MOST_S
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost._protocol import DEFAULT_TIMEOUT_S, Device, Json, decode, encode
 
@@ -177,7 +178,8 @@ class Distributed:
     _readers: Counter[str] = field(default_factory=Counter[str], compare=False)
 
     def within(self, timeout_s: float) -> Self:
-        return replace(self, timeout_s=timeout_s)  # with the same lock and what it guards
+        # With the same lock and what it guards.
+        return replace(self, timeout_s=min(timeout_s, MOST_S))
 
     @staticmethod  # always the same function, for the caches of placements
     def process_of(device: Device) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, final
 
+from jaxckpt._core.threads import MOST_S
+
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 DEFAULT_TIMEOUT_S: Final = 1200.0
@@ -103,7 +105,7 @@ class Single:
     timeout_s: float = field(default=DEFAULT_TIMEOUT_S, compare=False)
 
     def within(self, timeout_s: float) -> Single:
-        return Single(timeout_s=timeout_s)
+        return Single(timeout_s=min(timeout_s, MOST_S))
 
     @staticmethod  # always the same function, for the caches of placements
     def process_of(device: Device) -> int:

@@ -350,6 +350,18 @@ def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path,
     manager.close()
 
 
+@pytest.mark.parametrize("timeout_s", [1e10, sys.maxsize])
+def test_a_limit_may_be_longer_than_the_system_takes(tmp_path, timeout_s):
+    """The wait for a save would raise, and the program would end without it."""
+    waits = threading.Event()
+    with CheckpointManager(
+        tmp_path, timeout_s=timeout_s, on_commit=lambda _: waits.wait(60)
+    ) as manager:
+        manager.save(1, {"w": np.zeros(3)})
+        threading.Timer(0.1, waits.set).start()
+        manager.wait_until_finished()
+
+
 @pytest.mark.multihost
 @pytest.mark.parametrize("timeout_s", [None, 0.3], ids=["the manager's", "a short one"])
 def test_a_wait_names_the_process_that_is_missing(tmp_path, timeout_s):
