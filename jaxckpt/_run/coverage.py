@@ -81,7 +81,7 @@ class Coverage:
             saves = [[disk.found.origin, _life(self.step, disk)] for disk in disks]
             own = saves[0][0] if mine.has_own else None
             told: Any = [socket.gethostname(), own, saves, self._lives()]
-            told += [self.local.owner.is_new or mine.is_damaged]
+            told += ["" if mine.is_damaged else self.local.owner.first]
             first, self._who, why, save, self.is_first = self._gather("disks", told, _first)
             if why is not None:
                 return self._unusable(why)
@@ -306,7 +306,7 @@ def _first(given: list[Any]) -> Json:
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
             the saves in all places that it sees with how the run got there, how it got to the
-            newest steps, and whether its disk may lack a part of a committed save.
+            newest steps, and the start whose first save wrote to its disk, as far as is known.
     """
     seen = {save: _saved(life) for _, _, some, *_ in given for save, life in some}
     lives = [life for *_, some, _ in given for life in some]
@@ -323,9 +323,10 @@ def _first(given: list[Any]) -> Json:
         why = "the disks have it from different saves"
         if left == {*seen}:
             why = "the run went on without it on another disk"
-    # A disk that took part in the first save, and lacks its part, did not commit it.
-    is_first = bool(seen) and not any(may_lack for *_, may_lack in given)
-    is_first = is_first and all(one.is_first(save) for save, one in seen.items())
+    # A disk to which the first save wrote, and which lacks its part, did not commit it.
+    begun = {start for *_, start in given}
+    is_first = all(one.is_first(save) and begun == {one.start} for save, one in seen.items())
+    is_first = is_first and bool(seen)
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 

@@ -111,7 +111,7 @@ class Ownership:
         self.lock = RootLock(leases.index)
         self.leftovers = Leftovers(leases)  # of earlier jobs
         self.is_known = True  # whether the run was listed when the job began
-        self.is_new = True  # whether no earlier job has owned the run, as far as is known
+        self.first = ""  # as in the owner's file
         self._is_sure = True  # that no other job has saved since we took the run over
 
     def open(self, run: str | None = None, spared: int | None = None) -> Listing:
@@ -137,7 +137,6 @@ class Ownership:
             check = partial(check_id, self._index, entries, run or "")
             identify = check if run is not None else lambda: self.run
             self.run, _, before = together(storage, [identify, self.lock.take, look])
-            self.is_new = before is None
             if self.lock.hold is not None:
                 return self.take_over(before, entries or {})
         except IsADirectoryError as error:
@@ -171,7 +170,10 @@ class Ownership:
             before: The owner until now.
             known: An earlier listing of the root.
         """
-        self.token = secrets.token_hex(8)
+        self.token, self.first = (
+            secrets.token_hex(8),
+            self.first or (before.first if before else ""),
+        )
         read = [] if self._ledger is None else [partial(self._ledger.read, known)]
         try:
             together(self._index.storage, [partial(self._write, before), *read])
@@ -194,15 +196,6 @@ class Ownership:
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
 
-    def step_back(self) -> None:
-        """Lets the next job find a new root as new as this job did: it may stand for a lost disk.
-
-        The next save takes the root again.
-        """
-        if self.is_new and self.token:
-            with contextlib.suppress(OSError):  # its error would keep the other processes waiting
-                self._index.storage.delete(f"{self._index.root}/{names.OWNER}")
-
     def _write(self, before: Owner | None = None) -> None:
         owner = Owner(
             token=self.token,
@@ -210,6 +203,7 @@ class Ownership:
             pid=os.getpid(),
             opened_ns=time.time_ns(),
             keep=self._keep or (before.keep if before is not None else {}),
+            first=self.first,
         )
         file, data = f"{self._index.root}/{names.OWNER}", run.encode(owner)
         try:
@@ -294,8 +288,8 @@ class Ownership:
         if not self.token:
             self.join(step)
             self._is_sure = False
-        if self.check() is None:  # nobody else has taken the run
-            self._write_again()
+        if (owner := self.check()) is None or owner.first != self.first:
+            self._write_again(owner)
         if self._leases.unsettled:
             self._leases.settle(self.token)
         # The job that held the lock may have ended: show that this job is running.
@@ -307,17 +301,17 @@ class Ownership:
             self._refuse_older(step)
             self._is_sure = True
 
-    def _write_again(self) -> None:
-        """Writes the owner's file, unless the root is another directory than was opened."""
+    def _write_again(self, owner: Owner | None) -> None:
+        """Writes the owner's file; if it is gone, only in the directory that was opened."""
         lock = f"{self._index.root}/{names.LOCK}"
-        is_gone = self.lock.excludes and self._index.storage.kind(lock) is None
+        is_gone = owner is None and self.lock.excludes and self._index.storage.kind(lock) is None
         if is_gone and not self._index.listing().steps:  # else somebody deleted these files only
             raise SaveFailed(
                 f"{self._index.root} is not the directory that this job opened: its steps "
                 "and the lock are missing. Its file system may be unmounted, or the directory "
                 "renamed or deleted. Nothing was saved there. Bring it back, or start the job again"
             ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
-        self._write()
+        self._write(owner)
         self._is_sure = False
 
     def _refuse_older(self, step: int) -> None:

@@ -119,7 +119,9 @@ class Position:
         All steps have the same life until the run goes back. The saving thread reads it once.
         """
         if self._life is None:
-            start = hashlib.sha256(name.encode()).hexdigest()[:12]
+            start, local = hashlib.sha256(name.encode()).hexdigest()[:12], self.roots[0]
+            if self.agreed is None and local.group.part is not None:
+                local.owner.first = start  # written before anything else of this save
             self._life = cache(partial(self._begin, start, self.agreed))
         return self._life
 

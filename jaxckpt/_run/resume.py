@@ -222,7 +222,6 @@ class Resume(Candidates):
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
             else:
-                self.roots[0].owner.step_back()
                 return _Attempt(
                     copy=copy,
                     problem=problem,

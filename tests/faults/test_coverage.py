@@ -92,9 +92,15 @@ def test_a_disk_that_fails_hides_no_step(zygote, ram_path, verb, part, code):
     assert run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, 1, **two) == [STEPS, STEPS]
 
 
-def test_a_host_that_is_away_does_not_make_the_run_look_new(zygote, ram_path):
-    """Nothing is uploaded yet. The ledger may lack the step, and the job is started again."""
+@pytest.mark.parametrize("was_opened", [False, True])
+def test_a_host_that_is_away_does_not_make_the_run_look_new(zygote, ram_path, was_opened):
+    """Nothing is uploaded yet. The ledger may lack the step, and the job is started again.
+
+    The spare host may have opened the run before, in a job that saved nothing.
+    """
     two = {"count": 2, "function": children.resume}
+    if was_opened:
+        run(zygote, ram_path, [0, 2], 0, 1, False, count=2)
     run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
 
     for said in run(zygote, ram_path, [0, 2], 1, **two):
@@ -152,7 +158,7 @@ def first(*given):
     """Given for each process: the save on its disk, and all that it sees with the run's starts."""
     found: Any = _first(
         [
-            [host, own, [[save, [STEPS, starts, ""]] for save, starts in seen.items()], [], False]
+            [host, own, [[save, [STEPS, starts, ""]] for save, starts in seen.items()], [], ""]
             for host, (own, seen) in zip("abc", given, strict=False)
         ]
     )
