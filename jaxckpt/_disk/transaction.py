@@ -139,16 +139,16 @@ class Transaction:
             SaveFailed: another writer took over.
             StepExists: the path was created during the save.
         """
-        all_files, name = self._add(files, known), posixpath.basename(self.path)
-        writer = f"jaxckpt {__version__}"
-        record = replace(about, writer=writer, token=self.token, files=all_files, name=name)
-        written = f"{self.work}/{names.RECORD}", step.encode_record(record)
+        facts, name = self._add(files, known), posixpath.basename(self.path)
+        by = {"writer": f"jaxckpt {__version__}", "token": self.token, "name": name}
+        record = step.encode_record(replace(about, files=facts, **by))
         if self.overwrite and self.protocol.replaces:
             self._take_along()
         check = partial(self.protocol.check, self.token, self.fence)
-        together(self.storage, [partial(self.protocol.add, *written), check])
+        add = partial(self.protocol.add, f"{self.work}/{names.RECORD}", record)
+        together(self.storage, [add, check])
         for path, one in known.items():  # now that the next writer would recognize the remains
-            if all_files.get(path, one).size < one.size:
+            if facts.get(path, one).size < one.size:
                 raise unseen(self.path, path)
         self.publishing = True
         old = self.protocol.publish(self.token, overwrite=bool(self.overwrite))
@@ -186,7 +186,8 @@ class Transaction:
             if not self.committed:
                 self.protocol.abort(self.token, published=self.publishing, late=late)
         except OSError as failure:
-            warn(self.work, f"cannot be removed: {failure}. The next save removes it.")
+            warn(self.work, f"cannot be removed: {failure}. The next save here tries again.")
+            _left.append(self)
         self.release()
 
     def release(self) -> None:
@@ -225,6 +226,9 @@ class Transaction:
         return 0
 
 
+_left: list[Transaction] = []  # of this process, whose files could not be removed
+
+
 def unseen(path: str, file: str) -> SaveFailed:
     """Returns the error if process 0 does not see a file that a process has written."""
     return SaveFailed(
@@ -256,13 +260,17 @@ def begin(
     if resumes and token and (found := take_over(storage, path, token)) is not None:
         found.fence = fence
         return found
+    parent = posixpath.dirname(path)
+    for one in [one for one in _left if posixpath.dirname(one.path) == parent]:
+        _left.remove(one)
+        one.abort()
     protocol = commit_of(storage, path)
     # The other processes may already be writing for this attempt.
     around = protocol.recover(token=token, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite, in_run=fence is not None)
-    if (parent := posixpath.dirname(path)) not in _outside:
+    if parent not in _outside:
         refuse_inside(storage, parent)
     if overwrite == "delete_first" and not protocol.replaces:
         _delete_first(protocol, foreign, fence)

@@ -416,6 +416,25 @@ def test_an_abort_frees_the_lock_and_the_name(new_world):
     world.check_next_save()
 
 
+def test_what_an_abort_could_not_remove_goes_with_the_next_save_beside_it(tmp_path):
+    class Stuck(LocalStorage):
+        is_well = False
+
+        def delete(self, path):
+            if not self.is_well:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            super().delete(path)
+
+    storage = Stuck()
+    _transaction.begin(storage, f"{tmp_path}/1", overwrite=False).abort()
+    assert len([*tmp_path.iterdir()]) == 1
+    storage.is_well = True
+
+    _transaction.begin(storage, f"{tmp_path}/2", overwrite=False).abort()
+
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_directory_that_is_filled_while_a_step_replaces_it_stays(tmp_path):
     """It was empty when the save listed what is around it."""
 
