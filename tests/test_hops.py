@@ -136,9 +136,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1736, 11, 20),
-    "manager open + save": (3958, 16, 41),
-    "open + save, local": (6322, 18, 130),
+    "save again": (1739, 11, 20),
+    "manager open + save": (3961, 15, 41),
+    "open + save, local": (6330, 18, 126),
     "restore(path, like)": (2243, 14, 8),
     "manager.restore(like)": (2713, 18, 10),
     "open": (598, 10, 5),
@@ -185,10 +185,10 @@ FOLDERS = {
     "_inspect": (1215, 818),
     "_progress": (223, 167),
     "_restore": (2170, 1618),
-    "_run": (9762, 6733),
+    "_run": (9768, 6738),
     "_save": (2345, 1645),
     "cli": (4585, 3295),
-    "format": (3294, 2170),
+    "format": (3299, 2172),
     "integrations": (478, 264),
     "multihost": (957, 596),
     "orbax": (6127, 3747),

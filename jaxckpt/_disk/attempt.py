@@ -47,7 +47,7 @@ class Attempts:
         """Writes the file that readers look for in a checkpoint, which is then complete."""
         marker, path = f"{work}/{names.COMMIT_MARKER}", self.path
         text = f"Checkpoint commit was successful to {path}{by}"
-        if not self.storage.create(marker, text.encode()):
+        if not self.storage.create(marker, step.as_text(text).encode()):
             raise SaveFailed(f"{marker} already exists: another writer committed {path}")
 
     def _check_ours(self, work: str, token: str) -> None:

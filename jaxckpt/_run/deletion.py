@@ -73,7 +73,7 @@ class Deletion:
         self.failed = False  # whether something that failed may have left a file
         self.half: list[str] = []  # the steps whose failed deletion may have left files
         self._begun: list[str] = []  # the steps that are being deleted, or have been
-        self._lock = threading.RLock()  # held while `doomed` names steps of this process
+        self.lock = threading.RLock()  # held while `doomed` names steps of this process
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
         """Deletes steps unless they are pinned or held by a reader; returns the deleted steps.
@@ -135,7 +135,7 @@ class Deletion:
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         root = self.index.root
-        with self._lock:
+        with self.lock:
             self._begun.clear()
             try:
                 yield
@@ -295,7 +295,7 @@ class Deletion:
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:
         """Shows the next owner that a step was being removed."""
-        with self._lock:
+        with self.lock:
             # Without an owner, since the next one must not delete a step whose copy is not whole.
             self.leases.doom([name])
             yield

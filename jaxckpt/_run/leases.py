@@ -121,8 +121,13 @@ class Leases:
 
     def is_staying(self, step: str) -> bool:
         """Returns whether a step exists and no writer is about to delete it."""
-        path = f"{self.index.root}/{step}"
-        return step not in self.doomed().steps and self.index.storage.kind(path) == "dir"
+        path, storage = f"{self.index.root}/{step}", self.index.storage
+        if step in self.doomed().steps:
+            return False
+        if storage.atomic_rename:
+            return storage.kind(path) == "dir"
+        # In a store, the file of a pin makes a directory.
+        return storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None
 
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""

@@ -47,12 +47,13 @@ def delete_item(run: Deletion, number: int, item: str) -> None:
         CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
         SaveFailed: another job owns the run; nothing is changed from then on.
     """
-    found, check = check_item(run.leases, number, item), run.owner.check
-    assert found.record is not None  # checked
-    check()
-    held = run.leases.protect(number, changes=True)
-    remove_item(run.index.storage, found.path, found.record, item, check=check, held=held)
-    run.index.forget(number)
+    with run.lock:  # the policy may be deleting the step
+        found, check = check_item(run.leases, number, item), run.owner.check
+        assert found.record is not None  # checked
+        check()
+        held = run.leases.protect(number, changes=True)
+        remove_item(run.index.storage, found.path, found.record, item, check=check, held=held)
+        run.index.forget(number)
 
 
 def check_item(leases: Leases, number: int, item: str) -> Found:

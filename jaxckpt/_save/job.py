@@ -321,7 +321,7 @@ def _describe(
         added, there = item.finish(request.storage, work, request.processes, parts)
         # Orbax looks for it in each item of a step, and of anything on gs://.
         if request.is_step or (item.name and work.mark):
-            marker = f"Checkpoint commit was successful to {request.path}".encode()
+            marker = f"Checkpoint commit was successful to {step.as_text(request.path)}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
         files |= {posixpath.join(item.name, name): data for name, data in added.items()}
         known |= {posixpath.join(item.name, name): facts for name, facts in there.items()}

@@ -189,14 +189,19 @@ class Record:
     digest: str = field(default="", compare=False)  # of the file, once read
 
 
+def as_text(path: str) -> str:
+    """Returns a path with the numbers of the bytes that are not UTF-8."""
+    return path.encode(errors="backslashreplace").decode()
+
+
 def encode_record(record: Record) -> bytes:
     body = jsontext.dumps(
         {
             "version": VERSION,
             "writer": record.writer,
             "token": record.token,
-            "name": record.name,
-            "lineage": dict(record.lineage),
+            "name": as_text(record.name),
+            "lineage": {k: as_text(v) if type(v) is str else v for k, v in record.lineage.items()},
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             **({} if record.share is None else {"share": record.share}),

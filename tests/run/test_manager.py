@@ -47,7 +47,9 @@ from jaxckpt import (
     TreeMismatch,
     UnsupportedFormat,
     UnsupportedLeaf,
+    convert,
     restore,
+    save,
 )
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
@@ -348,6 +350,22 @@ def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path,
     assert by_others == [is_told, not is_told, False, True, False, False]
     assert by_main == [True, False]
     manager.close()
+
+
+def test_a_directory_whose_name_is_not_utf_8_has_checkpoints(tmp_path):
+    """Markers and records name it."""
+    folder = tmp_path / os.fsdecode(b"M\xfcller")
+    tree = {"w": np.arange(3)}
+
+    with CheckpointManager(folder / "run") as manager:
+        manager.save(1, tree).result()
+        assert same(manager.restore(), tree)
+    with CheckpointManager(tmp_path / "run", local=folder / "local") as manager:
+        manager.save(1, tree).durable()
+    save(folder / os.fsdecode(b"\xfe"), tree)
+    convert(folder / os.fsdecode(b"\xfe"), tmp_path / "copy")
+
+    assert same(restore(tmp_path / "copy"), tree)
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, sys.maxsize])

@@ -1095,6 +1095,21 @@ def test_a_refused_pin_leaves_no_file(world):
     assert not one_step.is_pinned(found.index, 1)
 
 
+def test_a_pin_that_is_written_late_keeps_no_step_that_is_gone(world):
+    """In a store its file alone would look like a step, and its number could not be saved."""
+    world.add("1")
+    storage = WatchedStorage(world.storage, lambda verb, path: late(verb, path))
+
+    def late(verb, path):
+        if verb == "write" and path.endswith(names.PINNED):
+            world.storage.delete(f"{world.root}/1")
+
+    with pytest.raises(CheckpointNotFound, match="can no longer be pinned"):
+        one_step.pin(world.run(storage).leases, 1)
+
+    assert world.entries() == set()
+
+
 def test_a_step_that_somebody_else_deleted_is_gone(world):
     """This is not a problem."""
     world.add("1", "2")
