@@ -70,7 +70,7 @@ class Sender:
         self.pace = pace
         shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
-        self._bytes_per_s: float | None = None  # of the last upload
+        self._bytes_per_s: float | None = None  # of the last upload that shows it
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest: int | None = None
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
@@ -152,7 +152,8 @@ class Sender:
             text = f"{done.path}: the parts of processes {done.lacks} have not come"
             raise CheckpointTimeout(text, missing=done.lacks)
         seconds = time.monotonic() - start_s
-        if done.sent_bytes:
+        # Else the time went to what was found there, or to the limit, which a preemption lifts.
+        if done.sent_bytes > done.found_bytes and self.pace.max_bytes_per_s is None:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
         if self.processes.index == 0:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"

@@ -712,6 +712,24 @@ def test_a_job_without_local_steps_waits_for_its_directory(tmp_path, local, stor
         assert manager.all_steps() == []
 
 
+def test_an_upload_shows_its_rate_if_most_of_the_step_was_sent_at_full_speed(tmp_path, local):
+    """At a preemption the rate decides whether the last step fits into the time that is left."""
+    frozen = jnp.arange(1 << 20)
+    for policy, is_known in [
+        (SavePolicy(), True),
+        (SavePolicy(max_write_bytes_per_s=1e12), False),
+    ]:
+        root, disk = tmp_path / f"run {is_known}", local / f"{is_known}"
+        with CheckpointManager(root, local=disk, save=policy) as manager:
+            rates = []
+            for step in range(1, 5):
+                manager.save(step, {"frozen": frozen, "step": step})
+                manager.wait_until_finished()
+                rates.append(manager._tiers.sender.seconds_for(1))
+        assert (rates[0] is not None) == is_known
+        assert rates[2] == rates[3]  # by then only the step is sent
+
+
 def test_a_pin_says_where_it_was_made_while_the_directory_is_away(tmp_path, local, store):
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         manager.save(1, state(1)).durable()
