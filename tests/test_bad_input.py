@@ -340,7 +340,12 @@ def test_keeping_what_was_not_saved_needs_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"a": {1}}, {"a": np.zeros(1)}, [1, 2], "x", {1: b""}, {"a": "\ud800"}], ids=str
+    "metadata",
+    [
+        *({"a": {1}}, {"a": np.zeros(1)}, [1, 2], "x", {1: b""}, {"a": "\ud800"}),
+        *({1: "a", "1": "b"}, {"a": [{None: 1, "null": 2}]}),
+    ],
+    ids=str,
 )
 def test_custom_metadata_must_be_json(tmp_path, metadata):
     """TypeError before anything is written."""

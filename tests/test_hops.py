@@ -136,9 +136,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1739, 11, 20),
-    "manager open + save": (3961, 15, 41),
-    "open + save, local": (6330, 18, 126),
+    "save again": (1742, 11, 20),
+    "manager open + save": (3964, 15, 41),
+    "open + save, local": (6334, 18, 126),
     "restore(path, like)": (2243, 14, 8),
     "manager.restore(like)": (2713, 18, 10),
     "open": (598, 10, 5),
@@ -186,7 +186,7 @@ FOLDERS = {
     "_progress": (223, 167),
     "_restore": (2170, 1618),
     "_run": (9769, 6738),
-    "_save": (2345, 1645),
+    "_save": (2348, 1648),
     "cli": (4585, 3295),
     "format": (3299, 2172),
     "integrations": (478, 264),

@@ -210,9 +210,12 @@ def check_metadata(
         return {}
     try:
         # Inside another dict, as it is stored: the levels of both count.
-        return jsontext.loads(jsontext.dumps({name: {**metadata}}), file=name)[name]
+        found = jsontext.loads(text := jsontext.dumps({name: {**metadata}}), file=name)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a dict of JSON values: {error}") from error
+    if jsontext.dumps(found) != text:
+        raise TypeError(f"{name} has keys that are the same in JSON, such as 1 and '1'")
+    return found[name]
 
 
 def _take_part(processes: Processes, name: str, error: Exception) -> None:
