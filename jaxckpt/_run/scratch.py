@@ -82,7 +82,7 @@ class Scratch:
         return isinstance(error, OSError) and str(error.filename).startswith(self.share.root)
 
     def look(self) -> None:
-        """Opens the step on this disk, unless it is missing or damaged, and in other roots here."""
+        """Opens the step on this disk, and in other roots here, unless it is missing or damaged."""
         self.disks = self.open([self.share])
         self.has_own = bool(self.disks)
         try:
@@ -99,10 +99,10 @@ class Scratch:
         roots: Iterable[StepIndex],
         failed: Callable[[StepIndex, Exception], object] | None = None,
     ) -> list[Disk]:
-        """Returns the step in those roots that have it whole enough to read."""
+        """Returns the step in the roots that have it whole enough to read, and of this life."""
         failed = failed or self.note
         disks = []
-        for index in roots:
+        for index in [one for one in roots if self.step not in one.astray]:
             try:
                 disks.append(Disk(find(index.storage, index.path(self.step))))
             except FAILURES as error:
