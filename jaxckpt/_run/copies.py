@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxckpt.format.step import CUT, Life, Starts
 
@@ -72,10 +72,16 @@ class Saved(NamedTuple):
     step: int
     starts: Starts = ()  # see `format.step.Life`; empty if an older release saved it
     run: str = ""  # its id, if known
+    saved_ns: int = 0  # when, if known
 
     @classmethod
-    def of(cls, step: int, life: Life | None) -> Saved:
-        return cls(step) if life is None else cls(step, life.starts, life.run)
+    def of(cls, step: int, life: Life | None, saved_ns: int = 0) -> Saved:
+        return cls(step) if life is None else cls(step, life.starts, life.run, saved_ns)
+
+    @classmethod
+    def told(cls, value: Any) -> Saved:  # JSON
+        step, starts, *more = value
+        return cls(step, tuple(map(tuple, starts)), *more)
 
     @property
     def start(self) -> str | None:
@@ -124,8 +130,8 @@ def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
     """Returns the local steps from which the run did not go on: steps of an earlier life.
 
     Args:
-        durable: The newest step of the directory, if that has one. It wins over a local step if
-            nothing shows which of the two is later.
+        durable: The newest step of the directory, if that has one. It wins over a local step unless
+            their starts show that the local step is later.
 
     Example:
         >>> before, since = (("a", None),), (("a", None), ("b", 4))
@@ -140,8 +146,11 @@ def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
 
 
 def latest(steps: Iterable[Saved], durable: Saved | None = None) -> Saved | None:
-    """Returns where the run was last, as far as is known; see `astray`."""
-    steps = sorted(steps, key=lambda one: -one.step)
+    """Returns where the run was last, as far as is known; see `astray`.
+
+    Among local steps whose starts do not show which is later, that is the one saved last.
+    """
+    steps = sorted(steps, key=lambda one: (-one.saved_ns, -one.step))
     newest = durable or (steps[0] if steps else None)
     for one in steps:
         if newest is not None and one.is_newer(newest):

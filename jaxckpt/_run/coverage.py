@@ -293,8 +293,8 @@ class Coverage:
 
 def _life(step: int, disk: Disk) -> Saved:
     """Returns how the run got to the step on a disk."""
-    record = disk.found.record
-    return Saved.of(step, None if record is None else record.life)
+    record, saved_ns = disk.found.record, disk.found.metadata.commit_ns or 0
+    return Saved.of(step, None if record is None else record.life, saved_ns)
 
 
 def _first(given: list[Any]) -> Json:
@@ -308,9 +308,9 @@ def _first(given: list[Any]) -> Json:
             the saves in all places that it sees with how the run got there, how it got to the
             newest steps, and the start whose first save wrote to its disk, as far as is known.
     """
-    seen = {save: _saved(life) for _, _, some, *_ in given for save, life in some}
+    seen = {save: Saved.told(life) for _, _, some, *_ in given for save, life in some}
     lives = [life for *_, some, _ in given for life in some]
-    newest = latest([*seen.values(), *map(_saved, lives)])
+    newest = latest([*seen.values(), *map(Saved.told, lives)])
     left = {save for save, life in seen.items() if newest and _is_left(life, newest)}
     # What other places have counts if no disk has the step.
     of = {own for _, own, *_ in given} - {None, *left} or {*seen} - {None, *left}
@@ -330,14 +330,10 @@ def _first(given: list[Any]) -> Json:
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 
-def _saved(life: Any) -> Saved:  # from JSON
-    step, starts, run = life
-    return Saved(step, tuple(map(tuple, starts)), run)
-
-
 def _is_left(life: Saved, newest: Saved) -> bool:
     """Returns whether the run went on without a step; of two saves of one step, it is the older."""
-    return not life.led_to(newest) and (newest.step != life.step or newest.is_newer(life))
+    is_alike = (newest.step, newest.saved_ns) == (life.step, life.saved_ns)
+    return not life.led_to(newest) and (newest.is_newer(life) or not is_alike)
 
 
 def _united(given: list[Any]) -> Json:

@@ -99,7 +99,8 @@ def check_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str)
 def saved_at(index: StepIndex, number: int) -> Saved:
     """Reads how the run got to a step, from its record if it has one."""
     try:
-        return Saved.of(number, record_at(index.storage, index.path(number)).life)
+        record = record_at(index.storage, index.path(number))
+        return Saved.of(number, record.life, record.saved_ns)
     except FileNotFoundError:
         return Saved(number)
 

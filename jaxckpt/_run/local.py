@@ -120,7 +120,7 @@ def settle(
         where = f"the local directory {local.root} cannot be used"
         with meeting(processes, f"{name}/places", Counter, where=where) as met:
             if processes.index != 0:
-                newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
+                newest = durable and Saved.told(durable)
                 mine = _home(local, directory, found, share, newest, writes=writes)
             met.value = disk = _token(machine(), posixpath.dirname(mine["root"]))
         read = {names.share(rank) for rank in range(met.value[disk])}  # by processes of this job

@@ -188,6 +188,13 @@ class Record:
     differences: tuple[str, ...] = ()  # between replicas of the values, found when they were saved
     digest: str = field(default="", compare=False)  # of the file, once read
 
+    @property
+    def saved_ns(self) -> int:
+        """Returns when the checkpoint was saved, or 0 if the record does not repeat that."""
+        file = names.CHECKPOINT_METADATA
+        text = file in self.files and self.files[file].text
+        return (decode(text.encode(), file=file).commit_ns if text else None) or 0
+
 
 def as_text(path: str) -> str:
     """Returns a path with the numbers of the bytes that are not UTF-8."""

@@ -187,6 +187,15 @@ def test_the_save_of_a_step_from_which_the_run_did_not_go_on_does_not_count():
         assert "different saves" in first(*given)[2]
 
 
+def test_of_two_branches_with_a_step_the_one_saved_last_counts():
+    """Neither has the start of the other, so that only the clock tells."""
+    old, new = ([str(n), [STEPS, [["x", None], [str(n), 1]], "", n]] for n in (1, 2))
+
+    for saves in ([old, new], [new, old]):
+        found: Any = _first([["host", one[0], [one], [], False] for one in saves])
+        assert found[3] == new[0]
+
+
 def flip(item, place):
     """Flips a bit of a value."""
     with open(f"{item}/{place.file}", "r+b") as file:

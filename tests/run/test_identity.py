@@ -538,6 +538,16 @@ def test_many_starts_hide_no_other_life():
     assert astray([from_step], Saved(from_step.step + 1, life.starts)) == []
 
 
+def test_of_two_branches_the_one_saved_last_counts():
+    """Whichever has higher numbers; but a branch in the directory stays the run."""
+    first, second = (("a", None), ("b", 4)), (("a", None), ("c", 4))
+    long, short = Saved(7, first, saved_ns=1), Saved(6, second, saved_ns=2)
+
+    for local in ([long, short], [short, long]):
+        assert astray(local, None) == [7]
+        assert astray(local, Saved(5, first)) == [6]
+
+
 @given(histories(), st.data())
 def test_no_step_is_left_from_which_the_run_went_on(saved, data):
     """What stays on a disk is of one life: each step led to the newest, or the durable one did."""
