@@ -107,11 +107,16 @@ def saved_at(index: StepIndex, number: int) -> Saved:
 
 def earlier_lives(index: StepIndex, newest: Saved | None) -> list[int]:
     """Returns the steps from which the run did not go on, see `astray`; OSError if unknown."""
+    return astray(lives_in(index), newest)
+
+
+def lives_in(index: StepIndex) -> list[Saved]:
+    """Reads how the run got to each step of a root whose record is whole; OSError if unknown."""
     found = []
     for number in index.steps():
         with contextlib.suppress(CorruptCheckpoint, UnsupportedFormat):  # a restore shows it
             found.append(saved_at(index, number))
-    return astray(found, newest)
+    return found
 
 
 def newest_saved(index: StepIndex) -> Saved | None:

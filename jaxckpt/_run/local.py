@@ -18,17 +18,17 @@ import errno
 import hashlib
 import posixpath
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from jaxckpt._run.copies import Saved
+from jaxckpt._run.copies import Saved, astray, latest
 from jaxckpt._run.identity import (
-    earlier_lives,
     ensure_id,
     identities_in,
     is_new,
+    lives_in,
     newest_saved,
     put_identity,
     read_identity,
@@ -85,7 +85,8 @@ class Local:
     run: str  # the id of the run
     root: str
     share: str = ""  # where in the local directory; "" if all processes have one root
-    others: Sequence[str] = ()  # further roots there that may have its steps
+    # Further roots there that may have its steps, and which of these the run did not go on from.
+    others: Mapping[str, Sequence[int]] = field(default_factory=dict)
     guest: str = ""  # its directory on a disk that has the steps of another run
     away: OSError | None = None  # why the directory of the run cannot be reached
     astray: Sequence[int] = ()  # steps from which the run did not go on
@@ -111,20 +112,22 @@ def settle(
     with leading(processes, name, where=directory.root) as led:
         if processes.index == 0:
             found, durable, away = _learn(local, directory, reach, writes=writes)
-            mine = _home(local, directory, found, share, durable, writes=writes)
-            if away is not None and not StepIndex(local.storage, mine["root"], quiet=True).steps():
+            home = _home(local, directory, found, share, writes=writes)
+            if away is not None and not home.index.steps():
                 raise away  # the run would look new
+            mine = home.judged(home.newest(durable))
             led.value = [found, durable, None if away is None else text_of(away), mine]
     found, durable, text, mine = led.value
     if share:
         where = f"the local directory {local.root} cannot be used"
-        with meeting(processes, f"{name}/places", Counter, where=where) as met:
-            if processes.index != 0:
-                newest = durable and Saved.told(durable)
-                mine = _home(local, directory, found, share, newest, writes=writes)
-            met.value = disk = _token(machine(), posixpath.dirname(mine["root"]))
-        read = {names.share(rank) for rank in range(met.value[disk])}  # by processes of this job
-        mine["others"] = [one for one in mine["others"] if posixpath.basename(one) not in read]
+        with meeting(processes, f"{name}/places", _of_disks, where=where) as met:
+            home = _home(local, directory, found, share, writes=writes)
+            disk = _token(machine(), posixpath.dirname(home.index.root))
+            met.value = [disk, home.newest(durable and Saved.told(durable))]
+        counts, newest = met.value
+        mine = home.judged(newest and Saved.told(newest))
+        for rank in range(counts[disk]):  # read by a process of this job
+            mine["others"].pop(f"{posixpath.dirname(home.index.root)}/{names.share(rank)}", None)
     away = away or (None if text is None else OSError(errno.EIO, text))
     guest = names.guest(_token(found, directory.root))
     return Local(run=found, share=share, guest=guest, away=away, **mine)
@@ -164,16 +167,41 @@ def _learn_there(directory: StepIndex, wanted: str, *, writes: bool) -> tuple[st
     return known, newest
 
 
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The steps of a run on one disk: in the root of this process, and in further roots."""
+
+    index: StepIndex
+    lives: Mapping[str, Sequence[Saved]]  # how the run got to the steps in each root
+    problems: Sequence[str]
+
+    def newest(self, durable: Saved | None) -> Saved | None:
+        """Returns where the run was last, given the newest step of its directory."""
+        return latest((one for lives in self.lives.values() for one in lives), durable)
+
+    def judged(self, newest: Saved | None) -> dict[str, Any]:
+        """Returns fields of `Local`, given where the run was last on all disks."""
+        index, told = self.index, []
+        others = {root: astray(lives, newest) for root, lives in self.lives.items()}
+        if (gone := others.pop(index.root)) and newest is not None:
+            told.append(
+                f"{index.root}: steps {gone} are of an earlier life of this run, which has step "
+                f"{newest.step} now: it went on without them. They are not restored, and deleted "
+                f"after the next save here. To keep one: jaxckpt fork {index.path(gone[-1])} NEW"
+            )
+        problems = [*index.problems, *self.problems, *told]
+        return {"root": index.root, "others": others, "astray": gone, "problems": problems}
+
+
+def _of_disks(given: Sequence[Any]) -> Any:  # JSON
+    """Returns how many processes have each disk, and where the run was last on all of them."""
+    return [Counter(disk for disk, _ in given), latest(Saved.told(one) for _, one in given if one)]
+
+
 def _home(
-    local: StepIndex,
-    directory: StepIndex,
-    run_id: str,
-    share: str,
-    durable: Saved | None,
-    *,
-    writes: bool,
-) -> dict[str, Any]:
-    """Returns the root of the local steps of this process, as fields of `Local`."""
+    local: StepIndex, directory: StepIndex, run_id: str, share: str, *, writes: bool
+) -> _Home:
+    """Finds the root of the local steps of this process, and what else this disk has."""
     home, problems = _choose(local, directory, run_id), []
     identity = Identity(id=run_id, directory=directory.root)
     for _ in range(_TRIES if writes else 0):
@@ -184,21 +212,11 @@ def _home(
     if home != local.root and (text := _about_others(local, identity, home)):
         problems.append(text)
     index = StepIndex(local.storage, f"{home}/{share}".rstrip("/"), local.naming, quiet=True)
-    if gone := earlier_lives(index, durable):
-        since = f", which has step {durable.step} in {directory.root}" if durable else ""
-        problems.append(
-            f"{index.root}: steps {gone} are of an earlier life of this run{since}: it went on "
-            "without them. They are not restored, and deleted after the next save here. To keep "
-            f"one: jaxckpt fork {index.path(gone[-1])} NEW"
-        )
     entries = StepIndex(local.storage, home, quiet=True).entries()
     roots = [home, *(f"{home}/{one}" for one in names.shares(entries))]
-    return {
-        "root": index.root,
-        "others": [root for root in roots if root != index.root],
-        "astray": gone,
-        "problems": [*index.problems, *problems],
-    }
+    others = [StepIndex(local.storage, root, local.naming, quiet=True) for root in roots]
+    lives = {one.root: lives_in(one) for one in others if one.root != index.root}
+    return _Home(index, {index.root: lives_in(index), **lives}, problems)
 
 
 def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:

@@ -175,7 +175,10 @@ class Tiers:
 def _peers_of(tier: LocalTier, local: Root, settled: Local) -> Peers:
     storage, naming = local.index.storage, local.index.naming
     return Peers(
-        here=[StepIndex(storage, root, naming, quiet=True) for root in settled.others],
+        here=[
+            StepIndex(storage, root, naming, quiet=True, astray={*gone})
+            for root, gone in settled.others.items()
+        ],
         urls=tuple(tier.peers),
         run=settled.run,
         guest=settled.guest,

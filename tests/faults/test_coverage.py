@@ -120,6 +120,35 @@ def test_a_first_save_that_one_host_did_not_commit_is_nothing(zygote, ram_path):
     assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
 
 
+def test_what_another_number_of_processes_saved_later_counts(zygote, ram_path):
+    """The newest step of the run has a lower number than the steps that it left in the shares."""
+    run(zygote, ram_path, [0, 1], 5, 1, False, count=2)
+    shutil.rmtree(ram_path / "run/4")  # as if it had not been uploaded
+    (said,) = run(zygote, ram_path, [0], 1, 1, False, count=1)
+    assert said["start"] == 2
+
+    for hosts in ([0, 1], [0, 2, 1]):
+        some = run(zygote, ram_path, hosts, 0, 1, False, count=len(hosts))
+        assert [one["start"] for one in some] == [3] * len(hosts)
+
+
+def test_a_step_that_a_share_shows_as_left_is_neither_restored_nor_uploaded(zygote, ram_path):
+    """The run went on without it on other hosts, and its newest step needs their disks."""
+    run(zygote, ram_path, [0], 3, 1, False, count=1)
+    run(zygote, ram_path, [1, 2], 1, 1, False, count=2)
+    said = run(zygote, ram_path, [0, 1, 2], 1, 1, False, count=3)
+    assert [one["start"] for one in said] == [3] * 3
+    shutil.rmtree(ram_path / "run/4")  # as if it had not been uploaded
+
+    (said,) = run(zygote, ram_path, [0], 0, 1, False, count=1)
+
+    assert said["start"] == 2
+    assert "steps [3] are of an earlier life" in said["problems"][0]
+    assert not (ram_path / "run/3").exists()
+    said = run(zygote, ram_path, [0, 1, 2], 0, 1, False, count=3)
+    assert [one["start"] for one in said] == [4] * 3
+
+
 def test_it_takes_little_memory(zygote, ram_path):
     """The chunks come in several rounds if the budget is small."""
     run(zygote, ram_path, FOUR, STEPS, 2, False)
