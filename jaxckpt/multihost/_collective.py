@@ -78,8 +78,7 @@ def leading(processes: Processes, name: str, *, where: str, meets: bool = False)
         problem = error  # reported to the others, then raised
     if processes.count > 1:
         agree = partial(processes.gather, judge=itemgetter(0)) if meets else processes.agree
-        report = {"problem": text_of(problem), "value": led.value}
-        heard: Any = agree(name, report)
+        heard: Any = agree(name, {"problem": text_of(problem), "value": led.value})
         if problem is not None:
             raise problem
         if heard["problem"] is not None:
@@ -87,11 +86,12 @@ def leading(processes: Processes, name: str, *, where: str, meets: bool = False)
         led.value = heard["value"]
 
 
-def lead(processes: Processes, name: str, do: Callable[[], Json], *, where: str) -> Any:  # JSON
+def lead(
+    processes: Processes, name: str, do: Callable[[], Json], *, where: str, meets: bool = False
+) -> Any:  # JSON
     """Calls `do` in process 0; returns its result or raises its error in every process."""
-    with leading(processes, name, where=where) as led:
-        if processes.index == 0:
-            led.value = do()
+    with leading(processes, name, where=where, meets=meets) as led:
+        led.value = do() if processes.index == 0 else None
     return led.value
 
 

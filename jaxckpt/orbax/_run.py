@@ -22,7 +22,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import current, raise_first
+from jaxckpt.multihost import current, lead, raise_first
 from jaxckpt.orbax import _handling, policies
 from jaxckpt.orbax.checkpointers import Closing
 from jaxckpt.orbax.options import AsyncOptions
@@ -34,10 +34,10 @@ from jaxckpt.types import StepInfo
 class Steps:
     """The steps of a run, listed at the opening, and then counted, as by Orbax."""
 
-    def __init__(self, index: StepIndex) -> None:
+    def __init__(self, index: StepIndex, numbers: list[int]) -> None:
         self._index = index
         self._facts: dict[int, StepInfo] = {}
-        self.numbers = index.steps()
+        self.numbers = numbers
         self.saves: list[SaveHandle] = []
 
     @property
@@ -53,11 +53,11 @@ class Steps:
     def infos(self) -> list[StepInfo]:
         return [self.info(step) for step in self.numbers]
 
-    def reload(self) -> None:
-        """Looks at the directory again."""
+    def replace(self, numbers: list[int]) -> None:
+        """Takes the steps that the directory has now; steps being saved stay."""
         self.saves = [handle for handle in self.saves if not handle.done()]
         saving = {handle.step for handle in self.saves if handle.step is not None}
-        self.numbers = sorted({*self._index.steps(), *saving})
+        self.numbers = sorted({*numbers, *saving})
         self._facts = {step: self._facts[step] for step in saving if step in self._facts}
 
     def add(self, handle: SaveHandle, step: int, metrics: Any) -> None:
@@ -85,7 +85,7 @@ class Run(Closing):
     """A run, and the manager that saves to it once that is needed."""
 
     def __init__(self, directory: str | os.PathLike[str], options: Any, **given: Any) -> None:
-        """Lists the steps.
+        """Lists the steps; with `create`, all processes do it together.
 
         Args:
             options: See `CheckpointManagerOptions`.
@@ -103,9 +103,7 @@ class Run(Closing):
         self._keep = policies.keep_policy(options.keeps(), self._judged, move_to=move_to)
         self._mode = options.file_options.path_permission_mode
         self._index = index_of(directory, self._names)
-        if options.create:
-            _handling.make_dir(self._index.storage, self._index.root, self._mode)
-        self._steps = Steps(self._index)
+        self._steps = Steps(self._index, self._look(makes=options.create))
         if not self._steps.numbers and StepIndex(*locate(directory), quiet=True).steps():
             policies.warn_once(
                 f"{directory} has steps of other names, which this manager leaves alone, like "
@@ -143,9 +141,23 @@ class Run(Closing):
         late = {one.step for one in saves if one.step is not None and one.timing is not None}
         return [self._steps.info(step) for step in sorted({*self._steps.numbers, *late})]
 
+    def _look(self, *, makes: bool = False) -> list[int]:
+        """Lists the steps: process 0 does it for all where Orbax's processes meet."""
+        index, root = self._index, self._index.root
+
+        def look() -> list[int]:
+            if makes:
+                _handling.make_dir(index.storage, root, self._mode)
+            return index.steps()
+
+        if not (makes or self._options.single_host_load_and_broadcast):
+            return look()
+        processes, name = current().within(self._given["timeout_s"]), f"CheckpointManager {root}"
+        return lead(processes, name, look, where=root, meets=True)
+
     def reload(self) -> None:
         """Looks at the directory again."""
-        self._steps.reload()
+        self._steps.replace(self._look())
 
     def _is_due(self, step: int) -> bool:
         """Returns whether a step is above the newest and due; leaves errors to `save`."""
@@ -157,7 +169,7 @@ class Run(Closing):
         try:
             handle = self._open().save(step, items, metrics=metrics, **options)
         except BaseException:
-            self.reload()
+            self._steps.replace(self._index.steps())
             raise
         if handle is not None:
             self._steps.add(handle, step, metrics)
@@ -188,7 +200,7 @@ class Run(Closing):
             with _handling.as_raised():
                 yield
         finally:
-            self.reload()
+            self._steps.replace(self._index.steps())
 
     def _raise_errors(self) -> None:
         """Raises the errors of saves that have ended."""

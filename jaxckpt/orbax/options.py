@@ -143,7 +143,7 @@ class CheckpointManagerOptions:
         create: Whether to make the directory of the run.
         cleanup_tmp_directories: No effect: the first save always removes what is left of others.
         save_on_steps: Save these, too.
-        single_host_load_and_broadcast: No effect.
+        single_host_load_and_broadcast: Whether process 0 lists the steps for all, also for readers.
         todelete_subdir: A directory of the run to which steps are moved instead of being deleted.
         todelete_full_path: Is refused.
         enable_background_delete: No effect: steps are always deleted in the background.

@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 
+import jaxckpt.orbax as ocp
 from jaxckpt._disk.attempt import Work
 from jaxckpt.format.step import FileFacts
 from jaxckpt.multihost import Single
@@ -46,6 +47,25 @@ def test_processes_share_checkpoints_of_v1(run_processes, tmp_path):
     assert done[0].result == done[1].result == [[2, 3], {"n": 3}, False]
     for path, step in ((tmp_path / "b", 2), (tmp_path / "run" / "3", 3)):
         assert_orbax_reads(path / "state", step)
+
+
+def test_process_0_may_clear_a_run_before_all_open_it(run_processes, tmp_path):
+    """As with Orbax, no process lists the steps before process 0 has made its call."""
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"n": 3}))
+
+    done = run_processes("drop_in:clears_run", count=2, args=[tmp_path], timeout_s=100)
+
+    assert [one.result for one in done] == [[None, True, [1]]] * 2
+
+
+def test_process_0_lists_the_steps_for_readers_that_ask_for_it(run_processes, tmp_path):
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"n": 1}))
+
+    done = run_processes("drop_in:reads_late", count=2, args=[tmp_path], timeout_s=100)
+
+    assert [one.result for one in done] == [[1, [1, 2]]] * 2
 
 
 def test_a_jax_array_that_each_process_has_for_itself_is_refused(run_processes, tmp_path):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from pathlib import Path
 
+from jaxckpt.multihost import current
 from tests.waiting import wait_until
 from tests.workers.manages import check_state, state_at
 
@@ -15,6 +19,60 @@ def _target():
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
     return jax.tree.map(abstract, state_at(0))
+
+
+@contextlib.contextmanager
+def _noted(path):
+    """Makes a file at the end of the `with`."""
+    try:
+        yield
+    finally:
+        Path(path).touch()
+
+
+def _wait_for_call(index, noted):
+    """Waits until another process waits for the others in its first call, or has returned."""
+    rounds = current().service
+
+    def is_there():
+        keys = rounds.under("jaxckpt/gather", timeout_s=60.0)
+        return os.path.exists(noted) or any(key.endswith(f"/from/{index}") for key in keys)
+
+    wait_until(is_there)
+
+
+def clears_run(me, root):
+    """Process 0 removes the steps of a run while the other process has begun to open it."""
+    import jaxckpt.orbax as ocp
+
+    if me.index == 0:
+        _wait_for_call(1, f"{root}/opened")
+        shutil.rmtree(f"{root}/run")
+    options = ocp.CheckpointManagerOptions(async_options=ocp.AsyncOptions(timeout_secs=20))
+    with _noted(f"{root}/opened"):
+        manager = ocp.CheckpointManager(f"{root}/run", options=options)
+    with manager:
+        latest = manager.latest_step()
+        saved = manager.save(1, args=ocp.args.StandardSave(state_at(1)))
+        manager.wait_until_finished()
+        return [latest, saved, manager.all_steps()]
+
+
+def reads_late(me, root):
+    """A step comes when process 0 has listed the run for all, and before the other opens it."""
+    import jaxckpt.orbax as ocp
+
+    if me.index == 0:  # other readers meet nobody
+        reader = ocp.CheckpointManagerOptions(read_only=True)
+        assert ocp.CheckpointManager(f"{root}/run", options=reader).all_steps(read=True) == [1]
+    else:
+        _wait_for_call(0, f"{root}/opened")
+        shutil.copytree(f"{root}/run/1", f"{root}/run/2")
+    options = ocp.CheckpointManagerOptions(read_only=True, single_host_load_and_broadcast=True)
+    with _noted(f"{root}/opened"):
+        manager = ocp.CheckpointManager(f"{root}/run", options=options)
+    found = [manager.latest_step()]
+    return [*found, manager.all_steps(read=True)]
 
 
 def v0(me, root):
