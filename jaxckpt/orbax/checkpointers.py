@@ -8,6 +8,7 @@ from typing import Any, Self
 from etils import epath
 
 from jaxckpt import SaveHandle, StepExists, save_async
+from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import _handling, handlers, metadata, options, policies
 from jaxckpt.storage import locate
 
@@ -73,7 +74,9 @@ class Checkpointer(AbstractCheckpointer):
         """
         self._wait()
         storage, where = locate(directory)
-        is_there = storage.kind(where) is not None
+        # Process 0 looks for all: after all have come, and before it begins to write.
+        name, look = f"Checkpointer {where}", lambda: storage.kind(where) is not None
+        is_there = lead(current(), name, look, where=where, meets=True)
         if is_there and not force:
             raise DestinationExists(f"Destination {directory} already exists.")
         if is_there and storage.atomic_rename:

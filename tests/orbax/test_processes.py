@@ -59,6 +59,15 @@ def test_process_0_may_clear_a_run_before_all_open_it(run_processes, tmp_path):
     assert [one.result for one in done] == [[None, True, [1]]] * 2
 
 
+def test_process_0_may_remove_a_checkpoint_before_all_save_it(run_processes, tmp_path):
+    """As with Orbax, no process looks at the directory before process 0 has made its call."""
+    (tmp_path / "a").mkdir()
+
+    done = run_processes("drop_in:clears_checkpoint", count=2, args=[tmp_path], timeout_s=100)
+
+    assert [one.result for one in done] == [True, True]
+
+
 def test_process_0_lists_the_steps_for_readers_that_ask_for_it(run_processes, tmp_path):
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ocp.args.StandardSave({"n": 1}))

@@ -32,6 +32,16 @@ def test_processes_save_and_restore_together(request, use_store, run_processes, 
     assert not any(file.startswith("1/") for file in locate(url)[0].files(url))
 
 
+def test_checkpointers_of_the_drop_in_save_together(gcs_server, use_store, run_processes):
+    """What process 0 has begun to write is not taken for another checkpoint by a later process."""
+    server = use_store(gcs_server)
+    args = [f"gs://{server.bucket}", server.env]
+
+    done = run_processes("drop_in:saves_late", count=2, args=args, timeout_s=100)
+
+    assert [one.result for one in done] == [True, True]
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_hosts_upload_what_is_on_their_disks(request, use_store, run_processes, tmp_path, name):
     """All parts of a step become one there; a new host reads in it what no disk has."""

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from jaxckpt.multihost import current
+from jaxckpt.storage import locate
 from tests.waiting import wait_until
 from tests.workers.manages import check_state, state_at
 
@@ -30,13 +31,13 @@ def _noted(path):
         Path(path).touch()
 
 
-def _wait_for_call(index, noted):
-    """Waits until another process waits for the others in its first call, or has returned."""
+def _wait_for_call(index, is_past):
+    """Waits until another process waits for the others in its first call, or is past that."""
     rounds = current().service
 
     def is_there():
         keys = rounds.under("jaxckpt/gather", timeout_s=60.0)
-        return os.path.exists(noted) or any(key.endswith(f"/from/{index}") for key in keys)
+        return is_past() or any(key.endswith(f"/from/{index}") for key in keys)
 
     wait_until(is_there)
 
@@ -46,7 +47,7 @@ def clears_run(me, root):
     import jaxckpt.orbax as ocp
 
     if me.index == 0:
-        _wait_for_call(1, f"{root}/opened")
+        _wait_for_call(1, Path(root, "opened").exists)
         shutil.rmtree(f"{root}/run")
     options = ocp.CheckpointManagerOptions(async_options=ocp.AsyncOptions(timeout_secs=20))
     with _noted(f"{root}/opened"):
@@ -58,6 +59,37 @@ def clears_run(me, root):
         return [latest, saved, manager.all_steps()]
 
 
+def clears_checkpoint(me, root):
+    """Process 0 removes a checkpoint while the other process has begun to replace it."""
+    import jaxckpt.orbax as ocp
+
+    if me.index == 0:
+        _wait_for_call(1, Path(root, "called").exists)
+        shutil.rmtree(f"{root}/a")
+    with ocp.StandardCheckpointer() as checkpointer:
+        with _noted(f"{root}/called"):
+            checkpointer.save(f"{root}/a", state_at(1))
+        checkpointer.wait_until_finished()
+        check_state(checkpointer.restore(f"{root}/a", _target()), 1)
+    return True
+
+
+def saves_late(me, url, env):
+    """Process 0 is in its call, or has begun to write, when the other process makes the call."""
+    import jaxckpt.orbax as ocp
+
+    os.environ.update(env)
+    path = f"{url}/a"
+    with ocp.StandardCheckpointer() as checkpointer:
+        if me.index == 1:
+            storage, where = locate(path)
+            _wait_for_call(0, lambda: storage.kind(where) is not None)
+        checkpointer.save(path, state_at(1))
+        checkpointer.wait_until_finished()
+        check_state(checkpointer.restore(path, _target()), 1)
+    return True
+
+
 def reads_late(me, root):
     """A step comes when process 0 has listed the run for all, and before the other opens it."""
     import jaxckpt.orbax as ocp
@@ -66,7 +98,7 @@ def reads_late(me, root):
         reader = ocp.CheckpointManagerOptions(read_only=True)
         assert ocp.CheckpointManager(f"{root}/run", options=reader).all_steps(read=True) == [1]
     else:
-        _wait_for_call(0, f"{root}/opened")
+        _wait_for_call(0, Path(root, "opened").exists)
         shutil.copytree(f"{root}/run/1", f"{root}/run/2")
     options = ocp.CheckpointManagerOptions(read_only=True, single_host_load_and_broadcast=True)
     with _noted(f"{root}/opened"):
