@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -52,7 +51,7 @@ class Position:
                 self.roots, lambda root: root.counts(step, self.floor) and root.has(step)
             )
 
-        found = self._lead("there", is_there)
+        found = self._lead(f"there/{step}", is_there)
         if found and step in self.later:
             self._report_kept(step)
         return f"step {step} is there already or being saved" if found else ""
@@ -113,13 +112,14 @@ class Position:
         lives = self.roots[0].lives  # the steps that are gone may be saved again
         self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
 
-    def life(self, name: str) -> Callable[[], Life]:
+    def life(self, token: str) -> Callable[[], Life]:
         """Returns a function that reads the life of the steps being saved.
 
-        All steps have the same life until the run goes back. The saving thread reads it once.
+        All steps have the same life until the run goes back, named by the token of the first of
+        them. The saving thread reads it once.
         """
         if self._life is None:
-            start, local = hashlib.sha256(name.encode()).hexdigest()[:12], self.roots[0]
+            start, local = token[:12], self.roots[0]
             if self.agreed is None and local.group.part is not None:
                 local.owner.first = start  # written before anything else of this save
             self._life = cache(partial(self._begin, start, self.agreed))

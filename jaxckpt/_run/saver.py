@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from jaxckpt._run.sender import Upload
 from jaxckpt._run.taking import Given, Taking
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.job import SaveJob, SaveRequest
+from jaxckpt._save.job import SaveJob, SaveRequest, meeting_of
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import TreeItem
 from jaxckpt._save.worker import Worker
@@ -121,7 +120,6 @@ class Saver:
         listens = options.writes and policy.on_preemption
         self.preemption = Preemption(processes, listens=listens, notice=options.notice)
         self._closing.callback(self.preemption.close)
-        self._numbers = itertools.count()
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
         self.comparisons = Comparisons(self._index, processes, policy, options.item)
@@ -224,9 +222,10 @@ class Saver:
             self.worker.hurry()  # nothing trains beside this save, nor beside the previous save
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
-        errors = self._make_room()
+        errors = self._make_room(step)
         meter.waited()
-        name = f"manager {self.session}/{next(self._numbers)}"
+        # By the step: a call that only some processes make must not shift the later ones.
+        name = f"manager {self.session}/{step}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
         meter.watch(display(self._options.on_progress, self._processes.index))
         try:
@@ -253,7 +252,8 @@ class Saver:
             root, upload = self._choose_root(self._tiers, given, name)
             if root is self._root:
                 durable = partial(self._tiers.wait_for, step, upload)
-        token = hashlib.sha256(name.encode()).hexdigest()[:16]
+        attempt = f"{name}/{self._processes.uses(meeting_of(name))}"
+        token = hashlib.sha256(attempt.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)
         if problem is None and not self.incremental.link(given.taken, root, work):
             taking = self._taking
@@ -280,7 +280,7 @@ class Saver:
         step, index = given.step, root.index
         known = step if root.counts(step, self.position.floor) else None
         is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
-        life, fence = self.position.life(name), partial(root.owner.fence, known)
+        life, fence = self.position.life(token), partial(root.owner.fence, known)
         if self._tiers is not None and root is not self._root:
             fence = partial(self._tiers.fence, step, life)
         return SaveRequest(
@@ -355,11 +355,12 @@ class Saver:
             errors += self._tiers.uploader.worker.take_errors()
         return errors
 
-    def _make_room(self) -> list[BaseException]:
+    def _make_room(self, step: int) -> list[BaseException]:
         """Waits until another save may begin; returns the errors that have not been raised yet.
 
         At most one save is under way then: the new one waits for it. A job that is killed loses
-        these two. Both fit into the budget, if the new one is as large as the latest.
+        these two. Both fit into the budget, if the new one is as large as the latest. No earlier
+        attempt to save the same step is under way: its meeting tells how many there were.
         """
         errors: list[BaseException] = []
         budget_bytes, handles = self._options.budget_bytes, self.worker.under_way()
@@ -367,7 +368,8 @@ class Saver:
         try:
             why = f" and leave no room for a second one in budget_bytes={budget_bytes}"
             # The last of them is the latest.
-            self.worker.wait(handles[:-1] if 2 * size <= budget_bytes else handles, why=why)
+            fits = 2 * size <= budget_bytes and all(one.step != step for one in handles)
+            self.worker.wait(handles[:-1] if fits else handles, why=why)
         except Exception as error:  # raised once the other processes can hear of it
             errors.append(error)
         # With several processes, only the next save reports process 0's errors to all.

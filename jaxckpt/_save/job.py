@@ -81,6 +81,11 @@ class SaveRequest:
         return self.group.job
 
 
+def meeting_of(name: str) -> str:
+    """Returns the gather in which all report their work, once for each attempt."""
+    return f"{name}/written"
+
+
 # The saves of this process that have not ended, in order. Without a lock, which a signal could
 # leave taken: no call on the list runs Python code.
 _queue: list[SaveJob] = []
@@ -250,6 +255,7 @@ class SaveJob:
         report = {
             "seconds": self._meter.phases.get("write", 0.0),
             "path": request.group.common(request.path),
+            "token": request.token,
             "items": {item.name: item.said() for item in request.items},
             "parts": self._parts,
             "replicas": request.replicas and request.replicas.said(),
@@ -262,7 +268,7 @@ class SaveJob:
             replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
             return {**first_of(differences), "slowest": slowest_of(reports), "replicas": replicas}
 
-        name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
+        name, mark = meeting_of(request.name), _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
         where = f"saving {request.path}"
         met = meet(request.processes, name, report, self._problem, judge, mark=mark, where=where)
@@ -302,6 +308,8 @@ def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
     for i, one in enumerate(reports):
         if one["path"] != reports[0]["path"]:
             failures[i] = f"saves to a different path than process 0: {one['path']}"
+        elif one["token"] != reports[0]["token"]:
+            failures[i] = "made another number of attempts to save this step than process 0"
         elif kinds[i] != kinds[0]:
             different = ", ".join(one["items"]) or "item=None"
             failures[i] = f"saves different items than process 0: {different}"

@@ -18,7 +18,7 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.job import SaveJob, SaveRequest
+from jaxckpt._save.job import SaveJob, SaveRequest, meeting_of
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt._save.worker import Worker
 from jaxckpt.format import jsontext, names
@@ -227,4 +227,4 @@ def _take_part(processes: Processes, name: str, error: Exception) -> None:
     report = {"seconds": 0.0}
     with contextlib.suppress(Exception):  # raise this process's own error instead
         lead(processes, f"{name}/begin", fail, where="")
-        meet(processes, f"{name}/written", report, error)
+        meet(processes, meeting_of(name), report, error)

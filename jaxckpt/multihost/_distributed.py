@@ -210,6 +210,10 @@ class Distributed:
             outcome = round_.outcome() or round_.publish(_pack([0], b"null"))
         return self._conclude(round_, outcome)
 
+    def uses(self, name: str) -> int:
+        with self._lock:
+            return self._uses[_key("gather", name)]
+
     def missing(self, name: str) -> list[int]:
         key = _key("gather", name)
         with self._lock:

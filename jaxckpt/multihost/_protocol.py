@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from jaxckpt._core.threads import MOST_S
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 DEFAULT_TIMEOUT_S: Final = 1200.0
+_uses: Final = itertools.count()
 
 
 class Device(Protocol):
@@ -78,6 +80,13 @@ class Processes(Protocol):
         """Returns the value of process 0 to every process; process 0 does not wait."""
         ...
 
+    def uses(self, name: str) -> int:
+        """Returns how many gathers of this name began here: after one that all made, all agree.
+
+        A single process does not need to agree, and gets another number at each call.
+        """
+        ...
+
     def missing(self, name: str) -> list[int]:
         """Returns the processes that have not reached the named gather yet.
 
@@ -118,6 +127,9 @@ class Single:
 
     def agree(self, name: str, value: Json) -> Json:
         return decode(encode(value))
+
+    def uses(self, name: str) -> int:
+        return next(_uses)
 
     def missing(self, name: str) -> list[int]:
         return []

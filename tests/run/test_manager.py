@@ -419,6 +419,46 @@ def test_a_save_in_process_0_only_is_explained(tmp_path, caplog):
     assert any(warning.startswith(wanted) for warning in warnings)
 
 
+@pytest.mark.multihost
+def test_a_save_that_one_process_leaves_out_fails_alone(tmp_path):
+    """A later step is good at once, and the same step once all know how often it was tried."""
+    tokens = set()
+
+    def run(processes):
+        errors = []
+
+        def save(step, value):
+            handle = manager.save(step, {"n": value})
+            tokens.add(handle.job.request.token)
+            try:
+                handle.result()
+            except (CheckpointTimeout, ProcessesDisagree) as error:
+                errors.append(str(error))
+
+        with CheckpointManager(tmp_path, timeout_s=2.0) as manager:
+            save(1, 1)
+            if processes.index != 1:
+                save(2, 2)
+            meet(processes)
+            save(3, 3)
+            if processes.index != 1:
+                save(4, 4)
+            meet(processes)
+            save(4, 5)
+            save(4, 6)
+            assert manager.all_steps() == [1, 3, 4]
+            assert manager.restore() == {"n": 6}
+            return errors
+
+    first, second, third = simulate(3, run)
+
+    assert first[2:] == second == third[2:]
+    assert len(second) == 1
+    assert all("missing process 1" in error for error in (*first[:2], *third[:2]))
+    assert "process 1: made another number of attempts to save this step" in second[0]
+    assert len(tokens) == 6  # of steps 1, 2, 3, and of three attempts for 4
+
+
 class Recording(threading.Condition):
     """Records the limits of its waits."""
 
