@@ -70,7 +70,8 @@ class SaveHandle:
         """Waits for the commit. With `local=` that is the local one; see `durable` for the upload.
 
         Raises:
-            CheckpointTimeout: the save is still under way after `timeout_s` and continues.
+            CheckpointTimeout: the save continues and has not ended after `timeout_s`; `missing` has
+                the processes that it waits for.
             RuntimeError: called by a function that a save calls, such as `on_commit`.
             Any error of `save`, at every call.
         """
@@ -81,8 +82,12 @@ class SaveHandle:
             # A forked child does not have the saving thread, so waiting there would never end.
             where, timeout_s = " in the parent process, before the fork", 0.0
         if not self._ended.wait(timeout_s):
+            missing = () if where else self.waits_for
+            who = f" and waits for processes {[*missing]}" if missing else ""
             raise CheckpointTimeout(
-                f"{self.path}: the save continues{where} and has not ended after {timeout_s:g} s"
+                f"{self.path}: the save continues{where}{who}, and has not ended after "
+                f"{timeout_s:g} s",
+                missing=missing,
             )
         if self.error is not None:
             if self.failure is not None:

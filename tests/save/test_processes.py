@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import ProcessesDisagree
+from jaxckpt import CheckpointTimeout, ProcessesDisagree
 from jaxckpt._save.snapshot import _warn_once
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
@@ -20,6 +20,7 @@ from jaxckpt.storage._arrays import Reader
 from jaxckpt.storage._values import find_values
 from jaxckpt.testing import simulate
 from tests.multiprocess import Job
+from tests.waiting import wait_until
 from tests.workers import saves as worker
 
 pytestmark = pytest.mark.multihost
@@ -214,6 +215,24 @@ def test_a_value_of_the_host_that_differs_is_told(tmp_path, caplog, value):
     (told,) = caplog.messages  # once, however many processes and saves there are
     assert told.startswith("a process has other values of n/mine than process 0")
     assert np.array_equal(jaxckpt.restore(tmp_path / "a")["n"]["mine"], value)
+
+
+def test_a_wait_for_a_save_names_the_process_that_is_missing(tmp_path):
+    """Although the save goes on, and ends well once that process takes part."""
+
+    def run(processes):
+        if processes.index == 0:
+            handle = jaxckpt.save_async(tmp_path / "a", {"n": 1})
+            wait_until(lambda: handle.waits_for)
+            with pytest.raises(CheckpointTimeout, match=r"waits for processes \[1\]") as caught:
+                handle.result(timeout_s=0.0)
+            assert caught.value.missing == (1,)
+        processes.gather("test", None)
+        if processes.index == 1:
+            handle = jaxckpt.save_async(tmp_path / "a", {"n": 1})
+        handle.result()
+
+    simulate(2, run)
 
 
 def test_an_array_that_process_0_cannot_see_is_refused(told):
