@@ -86,3 +86,70 @@ def test_a_save_that_ends_while_the_next_job_looks_for_it_does_not_stop_that_job
         if next(looks) <= number:
             break
     assert number > 1
+
+
+def run_in(root, *, last=1, **options):
+    keep = jaxckpt.KeepPolicy(last=last, best=1, metric="loss")
+    return jaxckpt.CheckpointManager(root, keep=keep, **options)
+
+
+def save_next(manager, step, loss):
+    manager.save(step, {"n": step}, metrics={"loss": loss})
+    manager.wait_until_finished()
+
+
+READS = {
+    "restore": lambda root: run_in(root, mode="r").restore()["n"],
+    "restore_items": lambda root: run_in(root, mode="r").restore_items()["state"]["n"],
+    "latest_step": lambda root: run_in(root, mode="r").latest_step(),
+    "all_steps": lambda root: run_in(root, mode="r").all_steps()[-1],
+    "watch": lambda root: next(run_in(root, mode="r").watch(timeout_s=5)),
+    "jaxckpt.restore": lambda root: jaxckpt.restore(root)["n"],
+    "verify": lambda root: int(jaxckpt.verify(root).path.rpartition("/")[2]),
+}
+BEST = {
+    "restore best": lambda root: run_in(root, mode="r").restore(step="best")["n"],
+    "best_step": lambda root: run_in(root, mode="r").best_step(),
+}
+
+
+@pytest.mark.parametrize("kind", ["dir", "store"])
+@pytest.mark.parametrize("name", [*READS, *BEST])
+def test_no_older_or_worse_step_takes_the_place_of_one_that_is_deleted(tmp_path, kind, name):
+    """At every look of a reader, the job may save a step and delete the newest, or the best."""
+    losses = {1: 0.9, 2: 0.1, 3: 0.7} if name in BEST else {1: 0.1, 2: 0.5, 3: 0.6}
+    step, loss, reads = (4, 0.05, BEST) if name in BEST else (4, 0.7, READS)
+    for moment in itertools.count():
+        root = tmp_path / f"{moment}" if kind == "dir" else f"memory://{uuid.uuid4()}/run"
+        looks = itertools.count()
+        with run_in(root, last=2 if name in BEST else 1) as job:
+            for one in losses:
+                save_next(job, one, losses[one])
+
+            def before(verb, at, job=job, looks=looks, moment=moment):
+                if next(looks) == moment:
+                    save_next(job, step, loss)
+
+            with contextlib.suppress(CheckpointNotFound):
+                got = reads[name](watched(root, before))
+                assert got in ((2, 4) if name in BEST else (3, 4)), moment
+        if next(looks) <= moment:
+            break
+    assert moment > 3
+
+
+def test_a_job_restores_its_best_step_though_its_own_policy_deletes_the_last_best(tmp_path):
+    """It ranked the steps before the save in the background ended."""
+    due = []
+
+    def before(verb, at):
+        if due and verb == "entries" and at.endswith("/2"):
+            save_next(job, due.pop(), 0.05)
+
+    with run_in(watched(tmp_path, before), last=2) as job:
+        for step, loss in {1: 0.9, 2: 0.1, 3: 0.7}.items():
+            save_next(job, step, loss)
+        due.append(4)
+
+        assert job.restore(step="best")["n"] == 4
+    assert not due

@@ -39,7 +39,7 @@ from jaxckpt._disk.found import (
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import jsontext, names, safetensors, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import EntryKind, Storage, ahead, beside, corrupt, listing, real, together
+from jaxckpt.storage import EntryKind, Storage, ahead, beside, corrupt, listing, now, real, together
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 # How often a read of a checkpoint that keeps being replaced starts again.
 _TRIES: Final = 20
+# How often a run is listed; a writer may delete a listed step, having committed newer steps.
+LISTINGS: Final = 3
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
 _CHECKPOINT_MARKS: Final = frozenset(
     {
@@ -152,7 +154,7 @@ def _has_mark(storage: Storage, path: str) -> bool:
         return False
 
 
-def newest_committed(storage: Storage, path: str) -> str:
+def newest_committed(storage: Storage, path: str, *, again: int = LISTINGS - 1) -> str:
     """Returns the path of a run's newest committed step, damaged or not; `path` if it has none."""
     root, passed = real(storage, path), list[str]()
     entries: Entries = {}
@@ -163,6 +165,8 @@ def newest_committed(storage: Storage, path: str) -> str:
         if _may_be_committed(storage, f"{root}/{name}"):
             warn_skipped(root, passed, name)
             return f"{root}/{name}"
+        if again and is_deleted(storage, f"{root}/{name}"):
+            return newest_committed(now(storage), path, again=again - 1)
         passed.append(f"{name} is not a committed step")
     return path
 
@@ -305,6 +309,14 @@ def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
     )
 
 
+def is_deleted(storage: Storage, path: str) -> bool:
+    """Returns whether a directory is gone, or its deletion has begun: the marker goes first."""
+    if storage.atomic_rename:
+        return storage.kind(path) is None
+    entries = listing(storage, path)
+    return entries is None or (names.RECORD in entries and names.COMMIT_MARKER not in entries)
+
+
 def lost_record(found: Found) -> bool:
     """Returns whether a checkpoint lacks its record, but another file shows that jaxckpt wrote it.
 
@@ -440,7 +452,9 @@ def _steps(entries: Entries, kinds: Container[EntryKind] = ("dir",)) -> list[str
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _newest_good(storage: Storage, path: str, entries: Entries) -> Found:
+def _newest_good(
+    storage: Storage, path: str, entries: Entries, *, again: int = LISTINGS - 1
+) -> Found:
     problems: list[str] = []
     marked: tuple[Found, list[str]] | None = None
     steps = _steps(entries, ("dir", "other"))
@@ -457,6 +471,9 @@ def _newest_good(storage: Storage, path: str, entries: Entries) -> Found:
         except CheckpointError as error:
             if is_io_failure(error):  # nothing is known of this step, so no earlier one is newest
                 raise
+            if again and is_deleted(storage, f"{path}/{name}"):  # a newer step may have come
+                now_ = listing(now(storage), path) or {}
+                return _newest_good(now(storage), path, now_, again=again - 1)
             problems.append(f"{name}: {error}")
             continue
         if found.differences:

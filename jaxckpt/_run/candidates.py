@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, Final
 
 from jaxckpt._core.check import as_step
+from jaxckpt._disk.find import LISTINGS
 from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
-from jaxckpt._run.index import LISTINGS, at_once
+from jaxckpt._run.index import at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
@@ -100,17 +101,15 @@ class Candidates:
     def _first_whole(
         self, listed: Callable[[], Iterable[tuple[int, Sequence[Root]]]]
     ) -> int | None:
-        """Returns the first complete step; lists them again if a job has deleted all meanwhile."""
-        before: list[int] | None = None
-        for _ in range(LISTINGS):
-            seen: list[int] = []
+        """Returns the first complete step; lists them again if a job has deleted one meanwhile."""
+        for left in reversed(range(LISTINGS)):
             for step, roots in listed():
-                if any(root.index.is_whole(step) for root in roots):
+                if is_whole := _is_whole(step, roots):
                     return step
-                seen.append(step)
-            if seen in ([], before):
+                if is_whole is None and left:
+                    break
+            else:
                 break
-            before = seen
         return None
 
     def newest(self) -> int | None:
@@ -142,10 +141,12 @@ class Candidates:
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
         before, found, infos = None, dict[int, list[int]](), list[StepInfo]()
-        for _ in range(LISTINGS):  # a job may delete all that were listed
+        for _ in range(LISTINGS):  # a job may delete a step that was listed, such as the best
             found = reachable(self.roots, lambda root: root.index.steps())
-            infos = self._infos(_by_step(found))
-            if found == before or self.keep.ranked(infos):
+            infos = self._infos(there := _by_step(found))
+            errors = [self.roots[there[n][0]].index.unknown.get(n) for n in there]
+            is_gone = any(isinstance(error, CheckpointNotFound) for error in errors)
+            if found == before or (self.keep.ranked(infos) and not is_gone):
                 break
             before = found
         return found, infos
@@ -165,6 +166,16 @@ class Candidates:
         if ranked := self.keep.ranked(infos):
             return [copy for info in ranked for copy in copies if copy.step == info.step]
         raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(infos)}")
+
+
+def _is_whole(step: int, roots: Sequence[Root]) -> bool | None:
+    """Returns whether a step is complete in one of the roots; None if it is gone from all."""
+    found = None
+    for root in roots:
+        if is_whole := root.index.is_whole(step):
+            return True
+        found = found if is_whole is None else False
+    return found
 
 
 def _by_step(found: Mapping[int, Collection[int]]) -> dict[int, list[int]]:

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.find import looks_committed, read_facts, read_found
+from jaxckpt._disk.find import LISTINGS, is_deleted, looks_committed, read_facts, read_found
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
 from jaxckpt._run.listing import ListedRoot, Listing, shown
 from jaxckpt._save.job import is_under_way
@@ -32,8 +32,6 @@ _AT_ONCE: Final = 192  # of 1,000 steps, so many are looked at together
 _ON_DISK: Final = 32  # the same, on a slow file system
 _SLOW_S: Final = 1e-3  # a call that takes longer waits for another machine
 _LEAST_TIMED: Final = 32
-# Meanwhile a writer may delete all steps in a listing, having committed newer steps.
-LISTINGS: Final = 3
 
 State = Literal["committed", "torn", "unreadable"]
 
@@ -123,7 +121,7 @@ class StepIndex(ListedRoot):
         return record is not None and record.name not in ("", name)
 
     def listings(self) -> Iterator[Listing]:
-        """Lists the root until the caller has found a step in it."""
+        """Lists the root until the caller has found a step in it, and none that is gone."""
         for _ in range(LISTINGS):
             listing = self.listing()
             yield listing
@@ -171,23 +169,36 @@ class StepIndex(ListedRoot):
         is_known = state == "committed" or number in self.sent or is_under_way(path)
         if state == "unreadable":
             self.report(f"{path} cannot be listed (Permission denied); it is left alone")
-        elif not is_known and self.storage.kind(path) is not None:  # else it was deleted just now
+        elif not is_known and is_deleted(self.storage, path):
+            listing.gone.add(number)
+        elif not is_known:
             self.report(f"{path} is not a committed step and is left alone")
         return state
 
-    def newest_first(self) -> Iterator[int]:
-        """Yields the committed steps from the newest down, listing one directory for each."""
-        for listing in self.listings():
+    def _newest_first(self) -> Iterator[tuple[Listing, int, State]]:
+        """Yields the steps with their states from the newest down, listing a directory for each.
+
+        Begins again with a new listing if a step is gone: a newer step may have been committed.
+        """
+        for i, listing in enumerate(self.listings(), 1):
             found = False
             for number in reversed(listing.steps):
-                if self._check(listing, number) == "committed":
+                if (state := self._check(listing, number)) is not None:
                     found = True
-                    yield number
-            if found:
-                return
+                    yield listing, number, state
+                elif listing.gone and i < LISTINGS:
+                    break
+            else:
+                if found:
+                    return
+
+    def newest_first(self) -> Iterator[int]:
+        """Yields the committed steps from the newest down, listing one directory for each."""
+        return (number for _, number, state in self._newest_first() if state == "committed")
 
     def steps(self) -> list[int]:
         """Returns the committed steps, in order."""
+        found = list[int]()
         for listing in self.listings():
             newest_first = [*reversed(listing.steps)]
             self.look_at_all(listing)
@@ -197,8 +208,9 @@ class StepIndex(ListedRoot):
             both = sorted(zip(newest_first, states, strict=True))
             if found := [number for number, state in both if state == "committed"]:
                 self.overtaken = [n for n, state in both if state is None and n < found[-1]]
-                return found
-        return []
+                if not listing.gone:
+                    break
+        return found
 
     def own_steps(self) -> list[int]:
         """Returns the committed steps; in a store without a request, once the owner knows them."""
@@ -248,23 +260,16 @@ class StepIndex(ListedRoot):
 
         Lists directories only down to the newest committed step.
         """
-        for listing in self.listings():
-            numbers, torn = [*reversed(listing.steps)], []
-            for i, number in enumerate(numbers):
-                state = self._check(listing, number)
-                if state == "committed":
-                    return [*torn, *numbers[i:]]
-                torn += [number] if state is not None else []
-            if torn:
-                return torn
-        return []
+        torn = set[int]()
+        for listing, number, state in self._newest_first():
+            if state == "committed":
+                return [n for n in reversed(listing.steps) if n <= number or n in torn]
+            torn.add(number)
+        return sorted(torn, reverse=True)
 
     def present(self) -> list[int]:
         """Returns the steps that are committed, torn or unreadable, in order."""
-        for listing in self.listings():
-            if steps := [n for n in listing.steps if self._check(listing, n) is not None]:
-                return steps
-        return []
+        return sorted({number for _, number, _ in self._newest_first()})
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -332,8 +337,8 @@ class StepIndex(ListedRoot):
             raise corrupt(file, "is missing: the step is incomplete, such as a partial copy")
         self.check_step(number)
 
-    def is_whole(self, number: int) -> bool:
-        """Returns whether a step is complete; reports a damaged step once."""
+    def is_whole(self, number: int) -> bool | None:
+        """Returns whether a step is complete, None if it is gone; reports a damaged step once."""
         name = posixpath.basename(self.path(number))
         if name in self._whole:
             return True
@@ -342,8 +347,10 @@ class StepIndex(ListedRoot):
             view = self.view(name)
             check_found(self, number, read_found(view, path, view.entries(path)))
         except (CheckpointNotFound, FileNotFoundError):
-            return False
+            return None
         except CorruptCheckpoint as error:
+            if is_deleted(self.storage, path):
+                return None
             self.report(f"step {number} is damaged and is skipped: {error}")
             return False
         if self.owned:
@@ -361,12 +368,14 @@ class StepIndex(ListedRoot):
             path = self.path(number)
             view = self.view(posixpath.basename(path))
             found = read_facts(view, path, view.entries(path))
-            when_s = saved_s(found) or when_s
-            metrics = metrics_of(found)
+            when_s, metrics = saved_s(found) or when_s, metrics_of(found)
             differences = found.differences
         except (CheckpointError, OSError) as error:
-            self.report(f"the facts about step {number} cannot be read: {error}")
             self.unknown[number] = error
+            if not is_io_failure(error) and is_deleted(self.storage, path := self.path(number)):
+                self.unknown[number] = CheckpointNotFound(f"{path} was deleted meanwhile")
+            else:
+                self.report(f"the facts about step {number} cannot be read: {error}")
         info = StepInfo(step=number, saved_s=when_s, metrics=metrics, differences=differences)
         if self.owned and number not in self.unknown:
             self._infos[number] = info

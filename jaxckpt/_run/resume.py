@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from jaxckpt._disk.find import marked_as
+from jaxckpt._disk.find import LISTINGS, marked_as
 from jaxckpt._disk.found import Found
 from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.copies import Copy, Saved
@@ -61,7 +61,7 @@ class Resume(Candidates):
         *,
         fallback: bool,
         copies: Sequence[Copy] | None = None,
-        again: bool = True,
+        again: int = LISTINGS - 1,
         avoids_marked: bool = True,
     ) -> tuple[int, int, T]:
         """Reads the first complete copy of a step, the same in every process.
@@ -73,7 +73,8 @@ class Resume(Candidates):
             reading: Reads a step, given a function that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
             copies: The candidates, if they are known.
-            again: Whether to list the copies once more if all were deleted meanwhile.
+            again: How often to list the copies anew if one was deleted meanwhile: a newer or better
+                step may have come.
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
@@ -111,16 +112,17 @@ class Resume(Candidates):
             damaged.append(attempt)
             failure = failure or attempt.failure
             self.on_damage()
+            if again and not (attempt.is_corrupt or failure):
+                again -= 1
+                if (now := self.of(wanted)) != copies:
+                    start = partial(self.first_whole, wanted, reading, fallback=fallback)
+                    return copies[0].step, *start(copies=now, again=again)[1:]
         if failure is not None:
             raise failure
         if any(attempt.is_marked for attempt in damaged):
             return self.first_whole(
-                wanted, reading, fallback=fallback, copies=copies, again=False, avoids_marked=False
+                wanted, reading, fallback=fallback, copies=copies, again=0, avoids_marked=False
             )
-        is_gone = not any(attempt.is_corrupt for attempt in damaged)
-        if is_gone and again and (now := self.of(wanted)) != copies:
-            found = self.first_whole(wanted, reading, fallback=fallback, copies=now, again=False)
-            return copies[0].step, *found[1:]
         if len(copies) == 1 and damaged[0].is_first:
             raise NeverWhole(damaged[0].problem)
         if not fallback:

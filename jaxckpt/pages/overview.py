@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from jaxckpt._disk.find import find, read_found
+from jaxckpt._disk.find import LISTINGS, find, read_found
 from jaxckpt._disk.found import Found
 from jaxckpt._run.facts import check_found, metrics_of, saved_s
 from jaxckpt._run.identity import identities_in, read_identity, with_id
-from jaxckpt._run.index import LISTINGS, StepIndex, at_once
+from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.ledger import read_ledger
 from jaxckpt._run.listing import Listing, existing_root, shown
 from jaxckpt._run.retention import KeepPolicy
