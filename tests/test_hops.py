@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1742, 11, 20),
-    "manager open + save": (3964, 15, 41),
-    "open + save, local": (6334, 18, 126),
+    "save again": (1741, 11, 20),
+    "manager open + save": (3972, 15, 41),
+    "open + save, local": (6373, 18, 126),
     "restore(path, like)": (2243, 14, 8),
-    "manager.restore(like)": (2713, 18, 10),
+    "manager.restore(like)": (2728, 18, 10),
     "open": (598, 10, 5),
-    "verify": (1890, 15, 17),
+    "verify": (1892, 15, 17),
 }
 
 
@@ -181,17 +181,17 @@ FOLDERS = {
     ".": (838, 445),
     "_convert": (1022, 672),
     "_core": (2655, 1678),
-    "_disk": (5112, 3585),
+    "_disk": (5129, 3598),
     "_inspect": (1215, 818),
     "_progress": (223, 167),
     "_restore": (2170, 1618),
-    "_run": (9769, 6738),
-    "_save": (2348, 1648),
+    "_run": (9826, 6767),
+    "_save": (2361, 1657),
     "cli": (4585, 3295),
-    "format": (3299, 2172),
+    "format": (3306, 2177),
     "integrations": (478, 264),
-    "multihost": (957, 596),
-    "orbax": (6127, 3747),
+    "multihost": (973, 605),
+    "orbax": (6142, 3757),
     "pages": (2423, 1724),
     "storage": (4211, 2852),
     "testing": (985, 641),
