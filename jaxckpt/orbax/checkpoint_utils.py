@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import args, metadata, step
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
 
@@ -78,11 +79,9 @@ def checkpoints_iterator(
         with wait_for_new_checkpoint(
             checkpoint_dir, until_step=until, timeout_fn=timeout_fn, **options
         ) as found:
-            if found == -1 and (timeout_fn is None or timeout_fn()):
+            if found == -1:
                 return
-            if found != -1:
-                newest = found
-                yield newest
+            yield (newest := found)
         time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
 
 
@@ -99,20 +98,32 @@ def wait_for_new_checkpoint(
 ) -> Iterator[int]:
     """Waits for a step, and yields it; -1 after the timeout, unless `timeout_fn` is not true.
 
-    Takes no snapshot: a step may be deleted later, but not while jaxckpt restores it.
+    Process 0 looks, and calls `timeout_fn`, for all processes. Takes no snapshot: a step may be
+    deleted later, but not while jaxckpt restores it.
     """
     del snapshot_dir  # a step is leased while it is restored
     naming = {name: value for name, value in naming.items() if name.startswith("step_")}
     format = naming.pop("step_name_format", None) or step.standard_name_format(**naming)
-    start_s = time.monotonic()
-    while True:
-        steps = [s.step for s in format.find_all(epath.Path(checkpoint_dir))]
-        newest = max(steps, default=-1)
-        if newest >= 0 and (until_step is None or newest >= until_step):
-            break
-        newest = -1
-        is_late = timeout is not None and time.monotonic() + seconds_to_sleep > start_s + timeout
-        if is_late and (timeout_fn is None or timeout_fn()):
-            break
-        time.sleep(seconds_to_sleep)
-    yield newest
+    processes, start_s = current(), time.monotonic()
+
+    def look() -> int | None:
+        """Returns a step, -1 after the timeout, or None to go on in another round."""
+        end_s = time.monotonic() + processes.timeout_s / 10
+        while True:
+            steps = [s.step for s in format.find_all(epath.Path(checkpoint_dir))]
+            newest = max(steps, default=-1)
+            if newest >= 0 and (until_step is None or newest >= until_step):
+                return newest
+            wakes_s = time.monotonic() + seconds_to_sleep
+            is_late = timeout is not None and wakes_s > start_s + timeout
+            if is_late and (timeout_fn is None or timeout_fn()):
+                return -1
+            time.sleep(seconds_to_sleep)
+            if wakes_s > end_s:
+                return None
+
+    found, name = None, f"new checkpoint in {os.fspath(checkpoint_dir)}"
+    rounds = processes.within(processes.timeout_s + seconds_to_sleep)
+    while found is None:
+        found = lead(rounds, name, look, where=name)
+    yield found

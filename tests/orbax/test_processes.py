@@ -77,6 +77,25 @@ def test_process_0_lists_the_steps_for_readers_that_ask_for_it(run_processes, tm
     assert [one.result for one in done] == [[1, [1, 2]]] * 2
 
 
+def test_processes_that_wait_for_steps_get_the_same(start_processes, tmp_path):
+    """Process 0 looks for all, as with Orbax; what it found does not depend on who looks later."""
+    save = ocp.PyTreeCheckpointer().save
+    save(tmp_path / "1", {"n": 1})
+    job = start_processes("drop_in:evaluates", count=2, args=[tmp_path], timeout_s=100)
+    job.wait_for(0, "found")
+    save(tmp_path / "2", {"n": 2})
+
+    job.release("step 2")
+
+    assert [one.result for one in job.wait()] == [[1, 2]] * 2
+
+
+def test_a_wait_for_a_step_may_last_longer_than_a_round(run_processes, tmp_path):
+    done = run_processes("drop_in:waits_long", count=2, args=[tmp_path], timeout_s=100)
+
+    assert [one.result for one in done] == [5, 5]
+
+
 def test_a_jax_array_that_each_process_has_for_itself_is_refused(run_processes, tmp_path):
     """As by Orbax: the values of the others would be lost. Of a numpy array, process 0 writes."""
     done = run_processes("drop_in:local_arrays", count=2, args=[tmp_path])

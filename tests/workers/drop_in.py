@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from jaxckpt.multihost import current
+from jaxckpt.multihost import current, playing
 from jaxckpt.storage import locate
 from tests.waiting import wait_until
 from tests.workers.manages import check_state, state_at
@@ -105,6 +105,38 @@ def reads_late(me, root):
         manager = ocp.CheckpointManager(f"{root}/run", options=options)
     found = [manager.latest_step()]
     return [*found, manager.all_steps(read=True)]
+
+
+def evaluates(me, root):
+    """Waits for steps; the second one comes before the other process looks for the first."""
+    import jaxckpt.orbax as ocp
+
+    current()  # no process can make the devices without the others
+    found = ocp.checkpoint_utils.checkpoints_iterator(root, seconds_to_sleep=0.01, timeout=60)
+    if me.index == 1:
+        me.wait_for("step 2")
+    steps = [next(found)]
+    me.reach("found")
+    steps.append(next(found))
+    return [*steps, *ocp.checkpoint_utils.checkpoints_iterator(f"{root}/none", timeout=0)]
+
+
+def waits_long(me, root):
+    """Waits for a step that comes when process 0 has ended two rounds."""
+    import jaxckpt.orbax as ocp
+
+    processes = current().within(10.0)
+
+    class Late(ocp.path.step.NameFormat):
+        def find_all(self, base_path):
+            assert me.index == 0
+            rounds = processes.service.under("jaxckpt/agree", timeout_s=60.0)
+            there = sum(key.endswith("/outcome") for key in rounds) >= 2
+            return [ocp.path.step.Metadata(5, base_path)] if there else []
+
+    wait = ocp.checkpoint_utils.wait_for_new_checkpoint
+    with playing(processes), wait(root, step_name_format=Late(), seconds_to_sleep=0.01) as step:
+        return step
 
 
 def v0(me, root):
