@@ -251,6 +251,8 @@ def _remove_files(index: StepIndex, owns: Callable[[], bool]) -> None:
 @atexit.register
 def _close_all() -> None:
     for writer, index in [*_open.values()]:
-        with contextlib.suppress(Exception):  # already reported: the saves have ended by now
-            if current().count == 1:  # the others may be gone
+        saver = saver_of(writer)
+        with contextlib.suppress(Exception):  # already reported
+            # A save that still waits for processes that are gone would be waited for again.
+            if not (saver.ended or saver.worker.under_way()):
                 _close_run(writer, index)

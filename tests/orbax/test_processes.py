@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 
+import jaxckpt
 import jaxckpt.orbax as ocp
 from jaxckpt._disk.attempt import Work
 from jaxckpt.format.step import FileFacts
@@ -94,6 +96,15 @@ def test_a_wait_for_a_step_may_last_longer_than_a_round(run_processes, tmp_path)
     done = run_processes("drop_in:waits_long", count=2, args=[tmp_path], timeout_s=100)
 
     assert [one.result for one in done] == [5, 5]
+
+
+def test_processes_that_do_not_close_their_managers_leave_steps_only(run_processes, tmp_path):
+    """All of their saves are committed before."""
+    run_processes("drop_in:leaves_open", count=2, args=[tmp_path], fresh=True, timeout_s=100)
+
+    for run in ("v0", "v1"):
+        assert sorted(os.listdir(tmp_path / run)) == ["1", "2"]
+        assert jaxckpt.verify(tmp_path / run).ok
 
 
 def test_a_jax_array_that_each_process_has_for_itself_is_refused(run_processes, tmp_path):

@@ -139,6 +139,18 @@ def waits_long(me, root):
         return step
 
 
+def leaves_open(me, root):
+    """Saves, and does not close what it has opened."""
+    import jaxckpt.orbax as ocp
+    import jaxckpt.orbax.v1 as v1
+
+    manager = ocp.CheckpointManager(f"{root}/v0")
+    checkpointer = v1.training.Checkpointer(f"{root}/v1")
+    for step in (1, 2):
+        assert manager.save(step, args=ocp.args.StandardSave(state_at(step)))
+        assert checkpointer.save(step, state_at(step))
+
+
 def v0(me, root):
     """Both styles of a manager, and checkpointers."""
     import jaxckpt.orbax as ocp
