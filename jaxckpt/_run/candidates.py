@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 from jaxckpt._core.check import as_step
 from jaxckpt._disk.find import LISTINGS
 from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
+from jaxckpt._run.coverage import Coverage, is_whole
 from jaxckpt._run.index import at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
@@ -38,15 +40,19 @@ class Candidates:
 
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step, nearest, in_order = _chosen(step), self.roots[0], newest_first
-        if nearest.group.part is not None or nearest.peers:
+        return self._alike(partial(self._copies, _chosen(step)))
+
+    def _alike(self, copies: Callable[[InOrder], list[Copy]]) -> list[Copy]:
+        """Returns in every process the copies that process 0 finds."""
+        in_order: InOrder = newest_first
+        if _is_apart(self.roots[0]):
             known: list[Disks] = []  # only process 0 needs to know what the disks have
-            judge_steps(nearest, lambda *x: known.extend(x), run=self._name)
+            judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
             in_order = partial(self._over_disks, known)
         name = f"manager {self._name}/steps"
         with leading(self.processes, name, where=self._name, meets=True) as led:
             if self.processes.index == 0:  # it lists the steps
-                led.value = self._copies(step, in_order)
+                led.value = copies(in_order)
         return [Copy(*one) for one in led.value]
 
     def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
@@ -54,7 +60,10 @@ class Candidates:
             found = reachable(self.roots, lambda root: root.index.to_restore())
             return in_order(found) or self._refuse_others()
         if step == "best":
-            return self._best_first(in_order)
+            if found := self._best_first(in_order):
+                return found
+            unranked = self.keep.unranked(self._with_infos()[1])
+            raise CheckpointNotFound(f"{self._name}: {unranked}")
         wanted = int(step)
         found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
         copies = [copy for copy in in_order(found) if copy.step == wanted]
@@ -114,6 +123,8 @@ class Candidates:
 
     def newest(self) -> int | None:
         """Returns the newest complete step."""
+        if _is_apart(self.roots[0]):
+            return _first_there(self, self._alike(partial(_copies_in, self.roots)))
         if len(self.roots) == 1:
             index = self.roots[0].index
             return self._first_whole(lambda: ((n, self.roots) for n in index.newest_first()))
@@ -122,11 +133,15 @@ class Candidates:
 
     def best(self) -> int | None:
         """Returns the complete step that the policy ranks first."""
+        if _is_apart(self.roots[0]):
+            return _first_there(self, self._alike(self._best_first))
         return self._first_whole(lambda: ((info.step, self.roots) for info in self.ranked()))
 
-    def listed(self) -> dict[int, list[int]]:
-        """Returns the committed steps, in order, and which roots have each."""
-        return _by_step(reachable(self.roots, lambda root: root.index.steps()))
+    def listed(self) -> list[int]:
+        """Returns the committed steps, in order."""
+        find = partial(_copies_in, self.roots)
+        copies = self._alike(find) if _is_apart(self.roots[0]) else find(newest_first)
+        return sorted({copy.step for copy in copies})
 
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first; reports if none has it."""
@@ -162,10 +177,39 @@ class Candidates:
 
     def _best_first(self, in_order: InOrder) -> list[Copy]:
         found, infos = self._with_infos()
-        copies = in_order(found)
-        if ranked := self.keep.ranked(infos):
-            return [copy for info in ranked for copy in copies if copy.step == info.step]
-        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(infos)}")
+        copies, ranked = in_order(found), self.keep.ranked(infos)
+        return [copy for info in ranked for copy in copies if copy.step == info.step]
+
+
+def _copies_in(roots: Sequence[Root], in_order: InOrder) -> list[Copy]:
+    return in_order(reachable(roots, lambda root: root.index.steps()))
+
+
+def _is_apart(root: Root) -> bool:
+    """Returns whether the disk of a process may lack steps that a restore finds."""
+    return root.group.part is not None or bool(root.peers)
+
+
+def _first_there(of: Candidates, copies: Sequence[Copy]) -> int | None:
+    """Returns the first step that all processes together have; all of them call this.
+
+    If they have none whole, returns the first: a restore reports what it lacks.
+    """
+    there = (copy.step for copy in copies if _is_there(of, copy))
+    return next(there, copies[0].step if copies else None)
+
+
+def _is_there(of: Candidates, copy: Copy) -> bool:
+    root, run = of.roots[copy.root], of.roots[-1]
+    if copy.is_united:
+        about: Any = {"step": copy.step, "processes": of.processes, "budget_bytes": 0}
+        with closing((disks := Coverage(local=root, directory=run, **about)).scratch):
+            return is_whole(disks)
+    name = f"manager {run.index.root}/whole"
+    with root.group.leading(name, all, where=run.index.root) as led:
+        if root.group.leads:
+            led.value = root.index.is_whole(copy.step)
+    return led.value
 
 
 def _is_whole(step: int, roots: Sequence[Root]) -> bool | None:

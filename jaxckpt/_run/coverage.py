@@ -18,7 +18,8 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, Final, final
 
 import jax
@@ -37,7 +38,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root
 from jaxckpt._run.scratch import FAILURES, Scratch
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.multihost import Json, Processes, meet
+from jaxckpt.multihost import Json, Processes, meet, meeting
 
 _MOST_TOLD: Final = 8  # processes in a message
 
@@ -342,6 +343,39 @@ def _united(given: list[Any]) -> Json:
     who = {i: host for i, (host, lacks, *_) in enumerate(given) if lacks}
     goes_on, budget_bytes = any(new for *_, new, _ in given), min(budget for *_, budget in given)
     return [sorted(keys, key=str), _told(who, "chunks"), goes_on, budget_bytes]
+
+
+def is_whole(step: Coverage) -> bool:
+    """Returns whether all disks together have every chunk, alike in all; reads no chunk."""
+    if step.introduce() is not None:
+        return False
+    mine, peers, sums = step.scratch, step.local.peers, step.scratch.outline.sums
+    disks = mine.disks
+    if step.processes.index == 0:
+        there = mine.open(peers.having(step.step), failed=peers.leave)
+        disks = [*disks, *(disk for disk in there if disk.found.origin == mine.save)]
+    name, judge = step._named("units"), partial(_all_units, sums)
+    with meeting(step.processes, name, judge, where=name) as led:
+        led.value = {
+            item: hex(_bits([unit for disk in disks for unit in disk.units(item)], count))
+            for item, count in sums.items()
+        }
+    return led.value
+
+
+def _bits(units: Sequence[int], count: int) -> int:
+    """Returns as one number which of so many numbers are given."""
+    mask = np.zeros(count, np.uint8)
+    mask[units] = 1
+    return int.from_bytes(np.packbits(mask).tobytes(), "big")
+
+
+def _all_units(sums: Mapping[str, int], given: list[Any]) -> Json:
+    """Returns whether the processes together have all units of each item."""
+    return all(
+        reduce(or_, (int(one[item], 16) for one in given)) == _bits(range(count), count)
+        for item, count in sums.items()
+    )
 
 
 def _told(hosts: Mapping[int, str], what: str) -> str:

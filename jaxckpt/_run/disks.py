@@ -7,7 +7,7 @@ entry      a chunk, or a file of one process, with the checksums to record of it
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -123,6 +123,12 @@ class Disk:
                     )
                 self.items[name] = open_tree(found, name)
         self.outline = encode_outline(found, self.items)
+
+    def units(self, name: str) -> Iterator[int]:
+        """Yields the numbers of the checksums of what is here of an item."""
+        item = self.items[name]
+        for _, _, units in units_by_key(item.tree.leaves, keys_here(item)):
+            yield from units
 
     def entries(
         self, wanted: AbstractSet[Wanted], budget_bytes: int, failed: _Failed = lambda *_: None

@@ -511,12 +511,16 @@ class CheckpointManager:
     # --- listing steps ---------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """Returns the committed steps in order. Lists the directory of each and reads no file."""
+        """Returns the committed steps in order. Lists the directory of each.
+
+        With `local` on several hosts, all processes must call this, `latest_step` and `best_step`:
+        they get the same answer, of what is on all disks.
+        """
         self._begin_call()
-        return [*self._resume.listed()]
+        return self._resume.listed()
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is complete, or None."""
+        """Returns the newest step that is complete, or None; see `all_steps`."""
         self._begin_call()
         return self._resume.newest()
 
@@ -533,7 +537,7 @@ class CheckpointManager:
         return {LOCAL: [], **found, "waiting": waiting}
 
     def best_step(self) -> int | None:
-        """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
+        """Returns the complete step with the best `metric` of `keep`, or None; see `all_steps`."""
         self._begin_call()
         return self._resume.best()
 

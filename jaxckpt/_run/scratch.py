@@ -53,7 +53,7 @@ class Scratch:
     index: StepIndex = field(init=False)  # where this process reads the step
     come: dict[Wanted, Entry] = field(default_factory=dict)  # checked, from elsewhere
     failed: Exception | None = None  # the first I/O error here: this disk may have what is missing
-    _outline: Outline = field(init=False)
+    outline: Outline = field(init=False)
     _name: str = field(init=False)  # of the step
     _folder: str = field(init=False)  # with the copies
     _numbers: Iterator[int] = field(default_factory=count)
@@ -111,7 +111,7 @@ class Scratch:
 
     def make_first(self, outline: bytes) -> None:
         """Makes the copy without any chunk."""
-        self._outline = decode_outline(outline, f"{self.share.path(self.step)}/{names.RECORD}")
+        self.outline = decode_outline(outline, f"{self.share.path(self.step)}/{names.RECORD}")
         self.commit(self.begin(), {})
 
     def entries(self, wanted: AbstractSet[Wanted], budget_bytes: int) -> dict[Wanted, Entry]:
@@ -186,9 +186,9 @@ class Scratch:
 
     def commit(self, attempt: Transaction, entries: Mapping[Wanted, Entry]) -> None:
         """Makes a copy of the step with some chunks, and lets this process read it."""
-        storage, record, files = attempt.storage, self._outline.record, {**self._outline.files}
+        storage, record, files = attempt.storage, self.outline.record, {**self.outline.files}
         work = Work(attempt.work, "")
-        for item, described in self._outline.tables.items():
+        for item, described in self.outline.tables.items():
             mine = {key: entry for (one, key), entry in entries.items() if one == item}
             folder = posixpath.join(work.path, item).rstrip("/")
             places = {**described.places, **{key: one.place for key, one in mine.items()}}
@@ -202,7 +202,7 @@ class Scratch:
                 storage.make_dir(posixpath.dirname(f"{folder}/{file}"))
                 if storage.kind(f"{folder}/{file}") is None:
                     storage.link(f"{source}/{file}", f"{folder}/{file}")
-            united, _ = unite(storage, folder, [table], self._outline.sums[item], work)
+            united, _ = unite(storage, folder, [table], self.outline.sums[item], work)
             files |= {posixpath.join(item, file): data for file, data in united.items()}
         for (item, file), entry in entries.items():
             if item is None:

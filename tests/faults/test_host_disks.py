@@ -515,6 +515,26 @@ def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):
         assert one.result["scrubbed"] == {"2": True}
 
 
+@pytest.mark.parametrize(
+    ("kinds", "hosts", "newest"),
+    [(["split", "count"], TWO, 4), (["whole", "count"], TWO, 5), (["whole", "count"], [0], 5)],
+    ids=["part of 5 is gone", "one disk has all of 5", "and one process remains"],
+)
+def test_all_processes_know_the_same_newest_step(
+    train, run_processes, tmp_path, kinds, hosts, newest
+):
+    """It is the newest that all disks and the directory together have, as for a restore."""
+    train(5, args=[kinds, False])
+    shutil.rmtree(tmp_path / "host1")
+
+    done = run_processes("tiers:choose", count=len(hosts), args=[tmp_path, hosts, kinds])
+
+    for one in done:  # alike, and what a restore takes
+        assert one.result == done[0].result
+        assert (one.result["latest"], one.result["all"]) == (newest, [2, 4, 5])
+        assert one.result["best"] == one.result["restored"]
+
+
 def test_a_share_is_no_checkpoint_for_others(train, tmp_path, monkeypatch):
     """Errors say where the rest is; nothing is allocated for chunks that are too small."""
     train(3)

@@ -220,6 +220,16 @@ def leave_open(me, root, hosts):
     manager.save(2, state_at(2))
 
 
+def choose(me, root, hosts, kinds):
+    """Asks which steps there are, and restores the newest by its number, and the best."""
+    with _open(root, host=hosts[me.index], keep=KeepPolicy(metric="n", mode="max")) as manager:
+        latest = manager.latest_step()
+        _check(manager.restore(_state(0, kinds), step=latest), latest, kinds)
+        said = {"latest": latest, "best": manager.best_step(), "all": manager.all_steps()}
+        manager.restore(_state(0, kinds), step="best")
+        return {**said, "restored": manager.restored_step}
+
+
 def ask(me, root, hosts):
     """Does by hand what managers can do."""
     with _open(root, host=hosts[me.index]) as manager:
