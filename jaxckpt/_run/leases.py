@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
@@ -22,6 +22,7 @@ from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Lease
+from jaxckpt.multihost import Processes, leading
 
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 CHANGE_S: Final = 300.0  # a lease to change a step, for which a job that starts again has to wait
@@ -164,7 +165,24 @@ class Leases:
         return self.index.small(Doomed, names.DOOMED) or Doomed()
 
 
-def watch(leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
+def watch(
+    leases: Leases, processes: Processes, timeout_s: float, after: int | None
+) -> Iterator[int]:
+    """Yields the new steps that process 0 sees; each is leased while the caller uses it."""
+    root, meets = leases.index.root, processes.within(processes.timeout_s + timeout_s)
+    with contextlib.closing(_watch(leases, timeout_s, after)) as steps:
+        while True:
+            with leading(meets, f"watch {root}", where=root, meets=True) as led:
+                if processes.index == 0:
+                    led.value = next(steps, None)
+            if led.value is None:
+                return
+            others = processes.index > 0
+            with leases.protect(led.value) if others else contextlib.nullcontext():
+                yield led.value
+
+
+def _watch(leases: Leases, timeout_s: float, after: int | None) -> Generator[int]:
     """Yields new steps as they are committed; each is leased while the caller uses it."""
     waiting = threading.Event()  # never set; signals can interrupt its wait
     last = after

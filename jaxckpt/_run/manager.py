@@ -520,7 +520,11 @@ class CheckpointManager:
         return self._resume.listed()
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is complete, or None; see `all_steps`."""
+        """Returns the newest step that is complete, or None; see `all_steps`.
+
+        With `mode="r"`, each process looks by itself, and another job may save meanwhile: to read
+        the newest step in several processes, call `restore()` and ask for `restored_step`.
+        """
         self._begin_call()
         return self._resume.newest()
 
@@ -647,8 +651,9 @@ class CheckpointManager:
         return self._saver.preemption.reached(as_step("reached_preemption", step))
 
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
-        """Yields new steps in order as they are committed, for an evaluator in another process.
+        """Yields new steps in order as they are committed, for an evaluator in another job.
 
+        All its processes must call it, and get the same steps.
         The step being yielded is protected from deletion until the next one is asked for. Steps
         that are both committed and deleted in the meantime are skipped, as are those that are only
         on local disks.
@@ -672,7 +677,7 @@ class CheckpointManager:
         self._begin_call()
         check_type("watch", "timeout_s", timeout_s, Real, "a number of seconds")
         after = None if after is None else as_step("watch(after=...)", after)
-        return watch(self._directory.leases, timeout_s, after)
+        return watch(self._directory.leases, self._processes, timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"

@@ -57,7 +57,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.preemption import Preemption
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
-from jaxckpt.multihost import Single, current
+from jaxckpt.multihost import Single, current, playing
 from jaxckpt.pages.overview import overview
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
@@ -2778,6 +2778,23 @@ def test_a_reader_sees_what_comes(tmp_path):
         assert [*reader.watch(timeout_s=0.01, after=0)] == [1, 2, 3, 4, 5, 6]
         assert [*reader.watch(timeout_s=0.01, after=4)] == [5, 6]
         assert [*reader.watch(timeout_s=0.01, after=6)] == []
+
+
+@pytest.mark.multihost
+def test_the_processes_of_a_reader_see_the_same_steps(tmp_path):
+    """Process 0 looks for all: the others may come when there are newer steps."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+
+    def run(processes):
+        with CheckpointManager(tmp_path, mode="r", timeout_s=20) as reader:
+            if processes.index == 1:
+                wait_until(lambda: any(map(names.is_lease, os.listdir(tmp_path))))
+                with playing(Single()), CheckpointManager(tmp_path) as manager:
+                    manager.save(2, {"n": 2})
+            return [(n, reader.restore(step=n)) for n in reader.watch(timeout_s=0.05)]
+
+    assert simulate(2, run) == [[(1, {"n": 1}), (2, {"n": 2})]] * 2
 
 
 def test_what_a_reader_is_at_is_not_deleted(tmp_path):
