@@ -80,7 +80,7 @@ def _find(storage: Storage, source: str) -> Found:
     except CheckpointNotFound:
         raise
     except FileNotFoundError as error:
-        raise _deleted(source, error) from error
+        raise deleted(source, error) from error
 
 
 def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
@@ -99,12 +99,13 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
     except BaseException as error:
         transaction.abort(error)
         if isinstance(error, FileNotFoundError | CorruptCheckpoint) and not is_current(found):
-            raise _deleted(found.path, error) from error
+            raise deleted(found.path, error) from error
         _transaction.raise_save_error(path, error)
     return path
 
 
-def _deleted(path: str, error: Exception) -> CheckpointNotFound:
+def deleted(path: str, error: BaseException) -> CheckpointNotFound:
+    """Returns the error if a checkpoint goes while it is copied."""
     return CheckpointNotFound(f"{path} was replaced or deleted meanwhile: {error}")
 
 

@@ -30,11 +30,12 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
-from jaxckpt._disk.found import Found
+from jaxckpt._disk.found import Found, is_current
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.facts import run_metadata, write_run_metadata
+from jaxckpt._run.fork import deleted
 from jaxckpt._run.identity import earlier_lives, newest_saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
@@ -72,8 +73,10 @@ def missing_steps(source: StepIndex, target: StepIndex) -> tuple[list[int], list
     odd = {n for n, name in listing.steps.items() if listing.entries[name].kind != "dir"}
     steps = sorted((there | odd) - besides, reverse=True)
     whole = [step for step in steps if step not in odd and source.is_whole(step)]
-    now_ = source.listing().steps  # a job may have deleted some
-    return whole, [step for step in steps if step not in whole and step in now_]
+    now_ = source.listing().steps
+    if not now_.keys() >= {*steps}:  # a job has deleted some, and may have saved newer steps
+        return missing_steps(source, target)
+    return whole, [step for step in steps if step not in whole]
 
 
 def upload(
@@ -99,7 +102,7 @@ def upload(
         wait_s: How long process 0 waits for these tables.
 
     Raises:
-        CheckpointNotFound: no such step.
+        CheckpointNotFound: no such step, or it was deleted or replaced meanwhile.
         CorruptCheckpoint: the step is damaged; nothing was committed.
         UnsupportedFormat: another program wrote the step.
         StepExists: the target has another step of this number.
@@ -162,6 +165,10 @@ def upload(
         elif attempt is not None:
             attempt.release()
     except BaseException as error:
+        if _is_gone(found, error):
+            if attempt is not None:
+                attempt.abort(error)  # nothing would go on with what was sent
+            raise deleted(found.path, error) from error
         if attempt is not None:
             attempt.release()  # the sent files stay for the next upload
             if not is_io_failure(error):
@@ -175,6 +182,13 @@ def upload(
         if (metadata := run_metadata(source)) and not run_metadata(target):
             write_run_metadata(target, metadata)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
+
+
+def _is_gone(found: Found, error: BaseException) -> bool:
+    """Returns whether an upload failed because the step was deleted or replaced."""
+    with contextlib.suppress(OSError):  # then nothing is known
+        return isinstance(error, FileNotFoundError | CorruptCheckpoint) and not is_current(found)
+    return False
 
 
 def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:

@@ -149,6 +149,7 @@ def upload(
     from jaxckpt._disk.transaction import refuse_inside
     from jaxckpt._run import upload as uploads
     from jaxckpt._run.index import StepIndex
+    from jaxckpt._run.leases import Leases
     from jaxckpt._run.listing import existing_root
     from jaxckpt._run.local import check_same_run, join
     from jaxckpt.cli._owned import locked
@@ -165,17 +166,20 @@ def upload(
         check_same_run(source, target, asked_for=bool(steps))
         join(target, source)
         done, trusted, owner = [], dict[str, int](), target.owner()
+        leases = Leases(source)  # a job at SRC keeps the step that is being sent
 
         def fence() -> None:
             if target.owner() != owner:
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
         missing, left = ([*steps], []) if steps else uploads.missing_steps(source, target)
-        for step in missing:
+        while missing:
+            step = missing.pop(0)
             try:
-                sent = uploads.upload(
-                    source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
-                )
+                with leases.protect(step):
+                    sent = uploads.upload(
+                        source, target, step, fence=fence, pace=Pace(max_rate), trusted=trusted
+                    )
             except (CheckpointError, OSError) as error:
                 source.forget(step)
                 is_there = source.is_committed(step)
@@ -184,6 +188,8 @@ def upload(
                 left += [step] if is_there else []
                 gone = f"step {step} was deleted meanwhile, and is left out"
                 _output.note(str(error) if is_there else gone)
+                if not is_there:  # the job may have saved others
+                    missing = [n for n in uploads.missing_steps(source, target)[0] if n not in left]
                 continue
             done.append(sent)
             if not as_json:

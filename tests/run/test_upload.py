@@ -22,6 +22,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt.cli._make import upload as upload_command
 from jaxckpt.errors import (
     CheckpointError,
+    CheckpointNotFound,
     CorruptCheckpoint,
     SaveFailed,
     StepExists,
@@ -237,6 +238,59 @@ def test_a_step_that_its_job_deletes_meanwhile_is_left_out(source, tmp_path, cap
     assert "step 2 was deleted meanwhile" in capsys.readouterr().err
     assert (missing[0], "has no committed step 99" in missing[2]) == (2, True)
     assert not other.exists()
+
+
+def deletes_and_saves(source, target, deleted):
+    """Returns the target, and a job at the source that goes on as soon as a file of 3 is sent."""
+
+    def go_on(verb, path):
+        if verb in ("write", "create") and names.is_data_file(path[-34:]) and not deleted.exists():
+            (source / "3").rename(deleted)
+            with jaxckpt.CheckpointManager(source) as job:
+                job.save(4, {"w": np.arange(9)})
+
+    return watched(target, go_on)
+
+
+def test_steps_that_come_while_a_step_is_sent_that_goes_are_uploaded(
+    source, target, tmp_path, capsys
+):
+    """Only then has the target every step; nothing is left of what was sent of the other."""
+    dst = deletes_and_saves(source, target, tmp_path / "deleted")
+    options = {"steps": (), "max_rate": None, "no_job": False, "as_json": False}
+    code = upload_command.callback(src=str(source), dst=dst, **options)
+
+    said = capsys.readouterr()
+    storage, where = locate(target)
+    assert (code, index_of(target).steps()) == (0, [1, 2, 4])
+    assert "step 3 was deleted meanwhile" in said.err
+    assert "wrote" in said.out
+    assert not [file for file in storage.files(where) if file.startswith("3")]
+
+
+def test_a_step_that_goes_while_it_is_sent_is_not_damaged(source, target, tmp_path):
+    dst = deletes_and_saves(source, target, tmp_path / "deleted")
+
+    with pytest.raises(CheckpointNotFound, match="deleted meanwhile"):
+        uploading.upload(index_of(source), index_of(dst), 3)
+
+    assert bytes_at(target) == 0
+
+
+def test_the_policy_of_a_job_keeps_a_step_while_it_is_uploaded(source, target):
+    """Its next save deletes it."""
+    saved = []
+
+    def save(verb, path):
+        if verb in ("write", "create") and names.is_data_file(path[-34:]) and not saved:
+            saved.append(job.save(4, {"w": 1}))
+            job.wait_until_finished()
+
+    with jaxckpt.CheckpointManager(source, keep=jaxckpt.KeepPolicy(last=1)) as job:
+        options = {"steps": (), "max_rate": None, "no_job": False, "as_json": True}
+        code = upload_command.callback(src=str(source), dst=watched(target, save), **options)
+
+    assert (code, index_of(target).steps()) == (0, [3, 4])
 
 
 def flip(step):
