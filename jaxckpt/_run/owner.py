@@ -17,8 +17,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -106,6 +106,8 @@ class Ownership:
         self.run: str | None = None  # the id of the root, once it was checked
         # Why a step is damaged, and which file, by step: what a guest could not set aside.
         self.damaged: dict[int, tuple[str, str | None]] = {}
+        # Roots on this disk where a job with another number of processes saves.
+        self.besides: Sequence[StepIndex] = ()
         self._index, self._leases = leases.index, leases
         self._keep, self._ledger = keep, ledger
         self.lock = RootLock(leases.index)
@@ -292,6 +294,9 @@ class Ownership:
             self._write_again(owner)
         if self._leases.unsettled:
             self._leases.settle(self.token)
+        for index in self.besides:
+            _end_job_in(index, self.token)
+        self.besides = ()
         # The job that held the lock may have ended: show that this job is running.
         self.lock.take()
         if self.lock.excludes and self.leftovers.files:
@@ -334,6 +339,14 @@ def _newest(index: StepIndex, listing: Listing) -> int:
     """Returns the newest committed step, or -1; reports nothing, since a job may be saving."""
     steps = reversed(listing.steps)
     return next((n for n in steps if index.state(listing, n) == "committed"), -1)
+
+
+def _end_job_in(index: StepIndex, token: str) -> None:
+    """Writes a token where an earlier job has its own, if any, so that it saves no more."""
+    if (before := index.owner()) is not None:
+        now = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        data = run.encode(replace(before, opened_ns=time.time_ns(), **now))
+        index.storage.write(f"{index.root}/{names.OWNER}", data)
 
 
 def _write_in_place(storage: Storage, file: str, data: bytes, full: OSError) -> None:

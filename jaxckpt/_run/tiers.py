@@ -7,6 +7,7 @@ finish    waits for all uploads
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +66,9 @@ class Tiers:
         local.index.astray.update(settled.astray)
         if writes:
             local.peers = _peers_of(tier, local, settled)
+            here, home = local.peers.here, posixpath.dirname(settled.root)
+            # An earlier job with shares is ended in `share_0`, which this job has if it has shares.
+            local.owner.besides = [one for one in here if not settled.share or one.root == home]
         for problem in settled.problems:
             local.index.report(problem)
         sender = Sender((local, directory), processes.within(tier.durable_timeout_s), pace)

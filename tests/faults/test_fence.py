@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import coverage_children
 from tests.faults import fence_children as children
 from tests.faults.jobs import started
 from tests.faults.zygote import Zygote
@@ -117,6 +118,24 @@ def test_a_job_of_two_processes_stood_still(zygote, other, ram_path, trial, host
                     assert one["start"] == 4
         shutil.rmtree(root)
     assert at > 8
+
+
+@pytest.mark.parametrize(("before", "now"), [([0, 1], [0]), ([0], [0, 1])])
+def test_a_job_with_another_number_of_processes_ends_the_one_before(
+    zygote, other, ram_path, before, now
+):
+    """They save in different roots of the disk that both have."""
+    args = [ram_path, before, 2]
+    with started(zygote, coverage_children.stand_by, count=len(before), args=args) as job:
+        for i in range(len(before)):
+            job.wait_for(i, "saved")
+        args = [ram_path, now, 1, 2, False]
+        with started(other, coverage_children.train, count=len(now), args=args) as again:
+            assert [one.result["start"] for one in again.wait()] == [1] * len(now)
+        job.release("go")
+        errors = [one.result for one in job.wait()]
+
+    assert all("opened for writing by another job" in error for error in errors)
 
 
 def is_stopped(pid):
