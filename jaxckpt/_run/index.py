@@ -169,9 +169,11 @@ class StepIndex(ListedRoot):
         is_known = state == "committed" or number in self.sent or is_under_way(path)
         if state == "unreadable":
             self.report(f"{path} cannot be listed (Permission denied); it is left alone")
-        elif not is_known and is_deleted(self.storage, path):
-            listing.gone.add(number)
         elif not is_known:
+            if is_deleted(self.storage, path):
+                listing.gone.add(number)
+                if self.storage.kind(path) is None:
+                    return state
             self.report(f"{path} is not a committed step and is left alone")
         return state
 

@@ -1260,7 +1260,7 @@ def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
 
         assert "open for writing in a running job" in other._index.problems[0]
         assert manager.all_steps() == [1]
-        other.close()
+        other.lock.release()
 
 
 class Running:
@@ -1808,7 +1808,7 @@ def test_items_are_restored_onto_targets(tmp_path, mesh, processes):
             )
         with pytest.raises(TreeMismatch, match="no item 'typo'"):
             manager.restore_items(step=1, items={"typo": None})
-        with pytest.raises(TypeError, match=r"restore_items\(step, items=\{'ema': like\}\)"):
+        with pytest.raises(TypeError, match=r"restore_items\(step=step, items=\{'ema': like\}\)"):
             manager.restore(items={"ema": like})
 
 
