@@ -138,9 +138,9 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1741, 11, 20),
     "manager open + save": (3977, 15, 41),
-    "open + save, local": (6385, 18, 126),
+    "open + save, local": (6387, 18, 126),
     "restore(path, like)": (2243, 14, 8),
-    "manager.restore(like)": (2737, 18, 10),
+    "manager.restore(like)": (2739, 18, 10),
     "open": (598, 10, 5),
     "verify": (1892, 15, 17),
 }
