@@ -29,7 +29,7 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.data_files import COPIED_BYTES
-from jaxckpt._disk.find import find
+from jaxckpt._disk.find import LISTINGS, find
 from jaxckpt._disk.found import Found, is_current
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
@@ -63,7 +63,9 @@ class Uploaded(NamedTuple):
     lacks: Sequence[int] = ()  # the processes whose parts are missing, so that it is not committed
 
 
-def missing_steps(source: StepIndex, target: StepIndex) -> tuple[list[int], list[int]]:
+def missing_steps(
+    source: StepIndex, target: StepIndex, *, again: int = LISTINGS - 1
+) -> tuple[list[int], list[int]]:
     """Returns the steps of a run that another root lacks, the newest first: complete, and others.
 
     Leaves out steps of an earlier life, since the run went on without them.
@@ -74,9 +76,9 @@ def missing_steps(source: StepIndex, target: StepIndex) -> tuple[list[int], list
     steps = sorted((there | odd) - besides, reverse=True)
     whole = [step for step in steps if step not in odd and source.is_whole(step)]
     now_ = source.listing().steps
-    if not now_.keys() >= {*steps}:  # a job has deleted some, and may have saved newer steps
-        return missing_steps(source, target)
-    return whole, [step for step in steps if step not in whole]
+    if again and not now_.keys() >= {*steps}:  # a job has deleted some, and may have saved others
+        return missing_steps(source, target, again=again - 1)
+    return whole, [step for step in steps if step not in whole and step in now_]
 
 
 def upload(

@@ -268,6 +268,24 @@ def test_steps_that_come_while_a_step_is_sent_that_goes_are_uploaded(
     assert not [file for file in storage.files(where) if file.startswith("3")]
 
 
+def test_a_job_that_deletes_a_step_at_each_look_is_not_followed_for_ever(source, target):
+    """Each listing of the source shows another newest step, and the one before is gone."""
+    newest = [3]
+
+    def go_on(verb, path):
+        if verb == "entries" and path == str(source) and (source / str(newest[0])).exists():
+            (source / str(newest[0])).rename(source / str(newest[0] + 1))
+            newest[0] += 1
+
+    index = index_of(watched(source, go_on))
+
+    whole, left = uploading.missing_steps(index, index_of(target))
+
+    assert newest[0] < 60
+    assert {1, 2} <= {*whole}
+    assert left == []
+
+
 def test_a_step_that_goes_while_it_is_sent_is_not_damaged(source, target, tmp_path):
     dst = deletes_and_saves(source, target, tmp_path / "deleted")
 
