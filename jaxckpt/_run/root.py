@@ -152,14 +152,13 @@ class Root:
 
     def _what_goes(self, stay: Stay) -> list[int]:
         steps = self.index.own_steps()
-        infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
-        if asks:
-            infos = self.index.infos(steps)
+        infos = self.index.infos(steps) if asks else [StepInfo(step=n, saved_s=0.0) for n in steps]
         kept = self.keep.kept(infos, now_s=time.time())
         unknown = self.index.unknown if asks else {}  # may be the best, or decide on later steps
         until = min(unknown) if unknown and self.keep.every_seconds is not None else math.inf
-        gone = [n for n in steps if n < until and n not in {*kept, *unknown, *stay()}]
+        stays = {*kept, *unknown, *stay()}
+        gone = [n for n in steps if n < until and n not in stays]
         if self.keep.verified:
             good = max(self._verified & kept.keys(), default=-1)
             gone = [n for n in gone if n < good]

@@ -39,7 +39,7 @@ _MOST_BUFFERS = 1024  # per system call
 _SYNCED_BYTES = 64 << 20  # sync after so many bytes, where a file system may hang
 _HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
 _HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
-_OTHER = Entry("other", 0)
+_DIR, _OTHER = Entry("dir", 0), Entry("other", 0)
 _LOCKS = " jaxckpt locks the file of this name; remove what is there."
 _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
 
@@ -168,7 +168,7 @@ class LocalStorage:
         with _about(path), os.scandir(path) as scan:
             for entry in scan:
                 if entry.is_dir(follow_symlinks=False):
-                    found[entry.name] = Entry("dir", 0)
+                    found[entry.name] = _DIR
                     continue
                 if call is not None:
                     call.move(entry.path)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt import KeepPolicy
+from jaxckpt import CheckpointManager, KeepPolicy
 from jaxckpt.types import StepInfo
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=300)
@@ -303,3 +303,16 @@ def test_a_wrong_field_is_named(fields, error, named):
     """At once, when the policy is made."""
     with pytest.raises(error, match=named):
         KeepPolicy(**fields)
+
+
+def test_a_save_asks_once_which_steps_stay(tmp_path):
+    """However many steps there are: the answer may be as long."""
+    asked = []
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=20)) as manager:
+        for step in range(9):
+            manager.save(step, {"a": 1}).result()
+        manager._directory.committed(
+            StepInfo(step=8, saved_s=0.0), stay=lambda: asked.append(1) or ()
+        )
+
+    assert len(asked) <= 2
