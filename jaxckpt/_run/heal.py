@@ -129,11 +129,10 @@ def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int, check: Check) -
         named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
         mine = ours.recorded(ours.path).keys() - {*replaced}
         files = sorted(filter(names.is_data_file, named & mine))
-        if problem is None and (not files or report.problems[0].unreadable):
+        if problem is not None or not files or report.problems[0].unreadable:
             left = report.problems[0].message
-            problem = SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {left}")
-        if problem is not None:
-            raise problem
+            text = f"{ours.path} cannot be mended from {theirs.path}: {left}"
+            raise problem or SaveFailed(text)
         for name in files:
             check()
             if _put_chunks(find(ours.storage, ours.path), theirs, name):
