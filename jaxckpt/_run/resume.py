@@ -13,7 +13,6 @@ from jaxckpt._disk.find import LISTINGS, marked_as
 from jaxckpt._disk.found import Found
 from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.copies import Copy, Saved
-from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import (
     CheckpointError,
@@ -206,13 +205,7 @@ class Resume(Candidates):
         self, copy: Copy, reading: Callable[[StepIndex, int, Check], Any], *, avoids_marked: bool
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
-        disks = Coverage(
-            local=self.roots[0],
-            directory=self.roots[-1],
-            step=copy.step,
-            processes=self.processes,
-            budget_bytes=self.budget_bytes,
-        )
+        disks = self._coverage(copy.step, self.budget_bytes)
         with closing(disks.scratch):
             problem, error = disks.introduce(), None
             while problem is None:
