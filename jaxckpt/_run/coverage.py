@@ -307,7 +307,7 @@ def _first(given: list[Any]) -> Json:
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
             the saves in all places that it sees with how the run got there, how it got to the
-            newest steps, and the start whose first save wrote to its disk, as far as is known.
+            newest steps, and the starts whose first saves wrote to its disk, as far as is known.
     """
     seen = {save: Saved.told(life) for _, _, some, *_ in given for save, life in some}
     lives = [life for *_, some, _ in given for life in some]
@@ -325,9 +325,11 @@ def _first(given: list[Any]) -> Json:
         if left == {*seen}:
             why = "the run went on without it on another disk"
     # A disk to which the first save wrote, and which lacks its part, did not commit it.
-    begun = {start for *_, start in given}
-    is_first = all(one.is_first(save) and begun == {one.start} for save, one in seen.items())
-    is_first = is_first and bool(seen)
+    began = [starts.split() for *_, starts in given]
+    is_first = bool(seen) and all(
+        one.is_first(save) and all(one.start in starts for starts in began)
+        for save, one in seen.items()
+    )
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, final
+from typing import Any, Final, final
 
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import saved_at
@@ -13,6 +13,8 @@ from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
+
+_MOST_STARTS: Final = 64  # first saves that were interrupted, one after the other
 
 
 @final
@@ -121,7 +123,8 @@ class Position:
         if self._life is None:
             start, local = token[:12], self.roots[0]
             if self.agreed is None and local.group.part is not None:
-                local.owner.first = start  # written before anything else of this save
+                # Written before anything else of this save; parts of earlier ones may still be there.
+                local.owner.first = " ".join([*local.owner.first.split(), start][-_MOST_STARTS:])
             self._life = cache(partial(self._begin, start, self.agreed))
         return self._life
 

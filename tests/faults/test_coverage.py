@@ -120,6 +120,21 @@ def test_a_first_save_that_one_host_did_not_commit_is_nothing(zygote, ram_path):
     assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
 
 
+def test_after_two_first_saves_that_were_interrupted_the_run_begins_anew(zygote, ram_path):
+    """The second ended before it replaced the part that one host has of the first."""
+    shares = [ram_path / f"host{host}/local/share_0/1" for host in (0, 1)]
+    run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
+    shutil.rmtree(shares[1])
+    shutil.copytree(shares[0], ram_path / "part")
+    said = run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
+    assert [one["start"] for one in said] == [0, 0]
+    for share in shares:
+        shutil.rmtree(share)
+    shutil.move(ram_path / "part", shares[0])
+
+    assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
+
+
 def test_what_another_number_of_processes_saved_later_counts(zygote, ram_path):
     """The newest step of the run has a lower number than the steps that it left in the shares."""
     run(zygote, ram_path, [0, 1], 5, 1, False, count=2)
@@ -221,7 +236,7 @@ def test_of_two_branches_with_a_step_the_one_saved_last_counts():
     old, new = ([str(n), [STEPS, [["x", None], [str(n), 1]], "", n]] for n in (1, 2))
 
     for saves in ([old, new], [new, old]):
-        found: Any = _first([["host", one[0], [one], [], False] for one in saves])
+        found: Any = _first([["host", one[0], [one], [], ""] for one in saves])
         assert found[3] == new[0]
 
 
