@@ -39,6 +39,7 @@ class NeverWhole(CheckpointNotFound):
 
 # The errors that mean a damaged step, by their mark in a report.
 _DAMAGE: Final = {"marked": _Marked, "corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
+_BAD: Final = ("marked", "corrupt")  # damage and not a lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +108,18 @@ class Resume(Candidates):
                     self._settle(failed, copy)
                 return -1 if copy.is_united else copies[0].step, copy.step, attempt.value
             if copy.is_united:  # it says what each disk lacks, too
-                damaged = [one for one in damaged if one.is_corrupt or one.copy.step != copy.step]
+                damaged = [one for one in damaged if one.mark in _BAD or one.copy.step != copy.step]
             damaged.append(attempt)
             failure = failure or attempt.failure
             self.on_damage()
-            if again and not (attempt.is_corrupt or failure):
+            if again and not (attempt.mark in _BAD or failure):
                 again -= 1
                 if (now := self.of(wanted)) != copies:
                     start = partial(self.first_whole, wanted, reading, fallback=fallback)
                     return copies[0].step, *start(copies=now, again=again)[1:]
         if failure is not None:
             raise failure
-        if any(attempt.is_marked for attempt in damaged):
+        if any(attempt.mark == "marked" for attempt in damaged):
             return self.first_whole(
                 wanted, reading, fallback=fallback, copies=copies, again=0, avoids_marked=False
             )
@@ -136,7 +137,7 @@ class Resume(Candidates):
         """Mends a step from another copy, which is damaged, too; the same in every process."""
 
         def is_bad(one: _Attempt) -> bool:  # a united copy is mended from the disks
-            return one.is_corrupt and not (one.is_marked or one.copy.is_united)
+            return one.mark == "corrupt" and not one.copy.is_united
 
         same = [one for one in damaged if one.copy.step == bad.copy.step]
         others = [self.roots[one.copy.root] for one in same if is_bad(one)]
@@ -187,18 +188,11 @@ class Resume(Candidates):
         )
         if problem is not None and self.processes.count > 1:
             problem = f"process {who} on {met.values[who]}: {problem}"
-        is_marked = "marked" in met.marks.values()
-        is_corrupt = is_marked or "corrupt" in met.marks.values()
+        worst = next((m for m in _DAMAGE if m in met.marks.values()), "")
         if problem is not None and not mark:
-            error = self._other_failed(copy, problem) if is_corrupt else None
+            error = self._other_failed(copy, problem) if worst in _BAD else None
         return _Attempt(
-            copy=copy,
-            value=value,
-            problem=problem,
-            is_corrupt=is_corrupt,
-            is_marked=is_marked,
-            error=error,
-            is_mine=bool(mark),
+            copy=copy, value=value, problem=problem, mark=worst, error=error, is_mine=bool(mark)
         )
 
     def _try_united(
@@ -212,7 +206,7 @@ class Resume(Candidates):
                 attempt = self._try(
                     copy, reading, avoids_marked=avoids_marked, index=disks.scratch.index
                 )
-                if attempt.problem is None or attempt.is_marked:
+                if attempt.problem is None or attempt.mark == "marked":
                     break
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
@@ -288,8 +282,7 @@ class _Attempt:
     copy: Copy
     value: Any = None  # read by this process
     problem: str | None  # the damage, worded alike in every process
-    is_corrupt: bool = False  # whether it is damage and not a lack, alike in every process
-    is_marked: bool = False  # whether it is only marked, alike in every process
+    mark: str = ""  # see `_DAMAGE`, alike in every process
     error: Exception | None = None  # for this process to raise
     is_mine: bool = False  # whether this process found the damage
     is_first: bool = False  # whether it is of a first save that was never committed
