@@ -17,7 +17,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
 from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
-from jaxckpt.multihost import Processes, leading
+from jaxckpt.multihost import Processes, lead
 from jaxckpt.types import StepInfo
 
 # Puts the copies of steps in the order to try, given the steps in each root.
@@ -49,11 +49,9 @@ class Candidates:
             known: list[Disks] = []  # only process 0 needs to know what the disks have
             judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
             in_order = partial(self._over_disks, known)
-        name = f"manager {self._name}/steps"
-        with leading(self.processes, name, where=self._name, meets=True) as led:
-            if self.processes.index == 0:  # it lists the steps
-                led.value = [*copies(in_order)]
-        return [Copy(*one) for one in led.value]
+        name, list_ = f"manager {self._name}/steps", lambda: [*copies(in_order)]
+        found = lead(self.processes, name, list_, where=self._name, meets=True)
+        return [Copy(*one) for one in found]
 
     def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
         if step == "latest":

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
@@ -22,7 +23,7 @@ from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Lease
-from jaxckpt.multihost import Processes, leading
+from jaxckpt.multihost import Processes, lead
 
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 CHANGE_S: Final = 300.0  # a lease to change a step, for which a job that starts again has to wait
@@ -172,14 +173,12 @@ def watch(
     root, meets = leases.index.root, processes.within(processes.timeout_s + timeout_s)
     with contextlib.closing(_watch(leases, timeout_s, after)) as steps:
         while True:
-            with leading(meets, f"watch {root}", where=root, meets=True) as led:
-                if processes.index == 0:
-                    led.value = next(steps, None)
-            if led.value is None:
+            look = partial(next, steps, None)
+            step = lead(meets, f"watch {root}", look, where=root, meets=True)
+            if step is None:
                 return
-            others = processes.index > 0
-            with leases.protect(led.value) if others else contextlib.nullcontext():
-                yield led.value
+            with leases.protect(step) if processes.index > 0 else contextlib.nullcontext():
+                yield step
 
 
 def _watch(leases: Leases, timeout_s: float, after: int | None) -> Generator[int]:

@@ -22,7 +22,7 @@ from jaxckpt.errors import (
     ProcessesDisagree,
 )
 from jaxckpt.format import names
-from jaxckpt.multihost import leading, meet
+from jaxckpt.multihost import lead, meet
 from jaxckpt.storage import check_listed
 
 T = TypeVar("T")
@@ -143,11 +143,8 @@ class Resume(Candidates):
         others = [self.roots[one.copy.root] for one in same if is_bad(one)]
         if not (self.writes and is_bad(bad) and others):
             return False
-        name = f"manager {self._name}/mended"
-        with leading(self.processes, name, where=self._name) as led:
-            if self.processes.index == 0:
-                led.value = self.roots[bad.copy.root].mend_with(bad.copy.step, others[0])
-        return led.value
+        mend = partial(self.roots[bad.copy.root].mend_with, bad.copy.step, others[0])
+        return lead(self.processes, f"manager {self._name}/mended", mend, where=self._name)
 
     def _try(
         self,
