@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
 from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Json, Processes, lead, meeting
 from jaxckpt.types import StepInfo
 
 # Puts the copies of steps in the order to try, given the steps in each root.
@@ -40,13 +41,16 @@ class Candidates:
 
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        return self._alike(partial(self._copies, _chosen(step)))
+        if (chosen := _chosen(step)) == "best":
+            return self._alike(self._by_metric(needed=True))
+        return self._alike(partial(self._copies, chosen))
 
     def _alike(self, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
         """Returns in every process the copies that process 0 finds."""
         in_order: InOrder = newest_first
         if _is_apart(self.roots[0]):
-            known: list[Disks] = []  # only process 0 needs to know what the disks have
+            # What the disks have only process 0 needs to know; it may judge more than once.
+            known: deque[Disks] = deque(maxlen=2)
             judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
             in_order = partial(self._over_disks, known)
         name, list_ = f"manager {self._name}/steps", lambda: [*copies(in_order)]
@@ -55,12 +59,11 @@ class Candidates:
 
     def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
         if step == "latest":
-            return self._found(StepIndex.to_restore, in_order) or self._refuse_others()
-        if step == "best":
-            return self._best_first(in_order, needed=True)
+            found = self._found(StepIndex.to_restore, in_order)
+            return found or _refuse_others(self.roots[-1].index)
         wanted = int(step)
-        found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
-        copies = [copy for copy in in_order(found) if copy.step == wanted]
+        there = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
+        copies = [copy for copy in in_order(there) if copy.step == wanted]
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
@@ -69,7 +72,7 @@ class Candidates:
         return in_order(reachable(self.roots, lambda root: steps(root.index)))
 
     def _over_disks(
-        self, known: Sequence[Disks], found: Mapping[int, Collection[int]]
+        self, known: Iterable[Disks], found: Mapping[int, Collection[int]]
     ) -> list[Copy]:
         """Returns the copies of steps in the order to try, given what `judge_steps` showed."""
         disks, others = known
@@ -77,28 +80,6 @@ class Candidates:
         there = found.get(len(self.roots) - 1, ())
         durable = {n: origin_in(index, n) if n in local else None for n in there}
         return over_disks(disks, durable, others)
-
-    def _refuse_others(self) -> list[Copy]:
-        """Returns no steps, unless there are links or checkpoints of Flax, to be left behind."""
-        index = self.roots[-1].index
-        listing = index.listing()
-        for name in listing.steps.values():
-            if listing.entries[name].kind == "other":
-                raise UnsupportedFormat(
-                    f"{index.root} has no steps, but {name} is a link, which a run does not "
-                    "follow. Move the checkpoint here, or restore the link with jaxckpt.restore. "
-                    "To start over, use an empty directory."
-                )
-        files = listing.flax_files()
-        if not files:
-            return []
-        newest = f"{index.root}/{max(files, key=files.__getitem__)}"
-        raise UnsupportedFormat(
-            f"{index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
-            "manager restores none. Convert the newest into a new run, "
-            f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
-            "it with jaxckpt.restore. To start over, use an empty directory."
-        )
 
     def newest(self) -> int | None:
         """Returns the newest complete step."""
@@ -110,7 +91,7 @@ class Candidates:
 
     def best(self) -> int | None:
         """Returns the complete step that the policy ranks first; reports if it ranks none."""
-        return self._first_whole(partial(self._best_first, needed=False))
+        return self._first_whole(self._by_metric(needed=False))
 
     def listed(self) -> list[int]:
         """Returns the committed steps, in order."""
@@ -170,8 +151,16 @@ class Candidates:
             before = found
         return found, infos
 
-    def _best_first(self, in_order: InOrder, *, needed: bool) -> list[Copy]:
-        found, infos = self._with_infos()
+    def _by_metric(self, *, needed: bool) -> Callable[[InOrder], list[Copy]]:
+        """Returns what lists the best steps first; if disks are apart, all processes call this."""
+        others = _on_disks(self.roots[0], self._name) if _is_apart(self.roots[0]) else []
+        return partial(self._best_first, others, needed=needed)
+
+    def _best_first(
+        self, others: Sequence[StepInfo], in_order: InOrder, *, needed: bool
+    ) -> list[Copy]:
+        found, nearest = self._with_infos()
+        infos = {info.step: info for info in (*others, *nearest)}.values()
         ranked, unranked = self.keep.ranked(infos), f"{self._name}: {self.keep.unranked(infos)}"
         if needed and not ranked:
             raise CheckpointNotFound(unranked)
@@ -188,6 +177,43 @@ class Candidates:
             processes=self.processes,
             budget_bytes=budget_bytes,
         )
+
+
+def _on_disks(local: Root, run: str) -> list[StepInfo]:
+    """Returns the metrics of the steps on the disks of all processes, and of peers."""
+    processes = local.group.job
+    with meeting(processes, f"manager {run}/metrics", _joined, where=run) as met:
+        peers = local.peers.there() if processes.index == 0 else []
+        there = [local.index, *local.peers.here, *peers]
+        infos = [info for one in there for info in one.infos(one.steps())]
+        met.value = [[info.step, {**info.metrics}] for info in infos]
+    return [StepInfo(step=n, saved_s=0.0, metrics=metrics) for n, metrics in met.value]
+
+
+def _joined(given: list[Any]) -> Json:
+    return [one for some in given for one in some]
+
+
+def _refuse_others(index: StepIndex) -> list[Copy]:
+    """Returns no steps, unless there are links or checkpoints of Flax, to be left behind."""
+    listing = index.listing()
+    for name in listing.steps.values():
+        if listing.entries[name].kind == "other":
+            raise UnsupportedFormat(
+                f"{index.root} has no steps, but {name} is a link, which a run does not "
+                "follow. Move the checkpoint here, or restore the link with jaxckpt.restore. "
+                "To start over, use an empty directory."
+            )
+    files = listing.flax_files()
+    if not files:
+        return []
+    newest = f"{index.root}/{max(files, key=files.__getitem__)}"
+    raise UnsupportedFormat(
+        f"{index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
+        "manager restores none. Convert the newest into a new run, "
+        f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
+        "it with jaxckpt.restore. To start over, use an empty directory."
+    )
 
 
 def _is_apart(root: Root) -> bool:

@@ -348,9 +348,20 @@ def _united(given: list[Any]) -> Json:
 
 
 def is_whole(step: Coverage) -> bool:
-    """Returns whether all disks together have every chunk, alike in all; reads no chunk."""
-    if step.introduce() is not None:
-        return False
+    """Returns whether all disks together have every chunk, alike in all; reads no chunk.
+
+    Raises:
+        OSError, ProcessesDisagree: a disk that may have what is missing failed.
+    """
+    problem = step.introduce()
+    if problem is None and _has_all(step):
+        return True
+    if (error := step.failure(problem or f"step {step.step} lacks chunks")) is not None:
+        raise error
+    return False
+
+
+def _has_all(step: Coverage) -> bool:
     mine, peers, sums = step.scratch, step.local.peers, step.scratch.outline.sums
     disks = mine.disks
     if step.processes.index == 0:

@@ -123,7 +123,7 @@ class Position:
         if self._life is None:
             start, local = token[:12], self.roots[0]
             if self.agreed is None and local.group.part is not None:
-                # Written before anything else of this save; parts of earlier ones may still be there.
+                # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = " ".join([*local.owner.first.split(), start][-_MOST_STARTS:])
             self._life = cache(partial(self._begin, start, self.agreed))
         return self._life

@@ -263,7 +263,7 @@ class SaveJob:
         written: list[Any] = []  # in process 0
 
         def judge(reports: list[Any]) -> Json:
-            written.extend(one["parts"] for one in reports)
+            written[:] = [one["parts"] for one in reports]  # it may judge more than once
             differences = _differences(request.items, reports)
             replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
             return {**first_of(differences), "slowest": slowest_of(reports), "replicas": replicas}

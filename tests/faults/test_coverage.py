@@ -92,6 +92,15 @@ def test_a_disk_that_fails_hides_no_step(zygote, ram_path, verb, part, code):
     assert run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, 1, **two) == [STEPS, STEPS]
 
 
+def test_a_disk_that_fails_makes_no_older_step_the_latest(zygote, ram_path):
+    """All processes raise, as in a restore."""
+    run(zygote, ram_path, [0, 1], STEPS, 1, False, count=2)
+    fault = ("entries", f"share_0/{STEPS}", errno.EIO, 999)
+
+    for said in run(zygote, ram_path, [1, 0], 0, 0, *fault, count=2, function=children.resume):
+        assert os.strerror(errno.EIO) in str(said)
+
+
 @pytest.mark.parametrize("was_opened", [False, True])
 def test_a_host_that_is_away_does_not_make_the_run_look_new(zygote, ram_path, was_opened):
     """Nothing is uploaded yet. The ledger may lack the step, and the job is started again.

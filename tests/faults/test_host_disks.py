@@ -516,23 +516,28 @@ def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "hosts", "newest"),
-    [(["split", "count"], TWO, 4), (["whole", "count"], TWO, 5), (["whole", "count"], [0], 5)],
-    ids=["part of 5 is gone", "one disk has all of 5", "and one process remains"],
+    ("kinds", "wiped", "hosts", "newest"),
+    [
+        (["split", "count"], 1, TWO, 4),
+        (["whole", "count"], 1, TWO, 5),
+        (["whole", "count"], 0, TWO, 5),
+        (["whole", "count"], 1, [0], 5),
+    ],
+    ids=["part of 5 is gone", "one disk has all of 5", "the second", "and one process remains"],
 )
 def test_all_processes_know_the_same_newest_step(
-    train, run_processes, tmp_path, kinds, hosts, newest
+    train, run_processes, tmp_path, kinds, wiped, hosts, newest
 ):
     """It is the newest that all disks and the directory together have, as for a restore."""
     train(5, args=[kinds, False])
-    shutil.rmtree(tmp_path / "host1")
+    shutil.rmtree(tmp_path / f"host{wiped}")
 
     done = run_processes("tiers:choose", count=len(hosts), args=[tmp_path, hosts, kinds])
 
     for one in done:  # alike, and what a restore takes
         assert one.result == done[0].result
         assert (one.result["latest"], one.result["all"]) == (newest, [2, 4, 5])
-        assert one.result["best"] == one.result["restored"]
+        assert one.result["best"] == one.result["restored"] == newest
 
 
 def test_a_share_is_no_checkpoint_for_others(train, tmp_path, monkeypatch):
@@ -641,6 +646,22 @@ def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10, ev
 
 
 LOCAL = {"save": jaxckpt.SavePolicy(), "keep": jaxckpt.KeepPolicy(last=9)}
+
+
+def test_after_a_call_of_one_process_alone_all_get_an_answer(tmp_path):
+    """The call of the one fails, with the name of the other."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), **LOCAL) as manager:
+            manager.save(1, {"a": 1}).result()
+        with manager_of(tmp_path, processes.index, LocalStorage(), timeout_s=3) as manager:
+            if processes.index == 1:
+                with pytest.raises(jaxckpt.CheckpointTimeout, match="process 0"):
+                    manager.latest_step()
+            processes.within(30).gather("asked", None)
+            return manager.latest_step()
+
+    assert simulate(2, run) == [1, 1]
 
 
 @pytest.mark.parametrize("what", ["delete", "scrub"])
