@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from operator import or_
+from operator import and_
 from typing import Any, Final, final
 
 import jax
@@ -246,14 +246,10 @@ class Coverage:
                 self._take(attempt, [(union[i], chosen[i]) for i in group], add())
             except Exception as error:  # reported in the next round
                 problem = error
-
-        def end() -> None:
-            if problem is not None:
-                raise problem
-            assert attempt is not None
-            self.scratch.commit(attempt, {**here, **self.scratch.come})
-
-        return self._together("covered", end)
+        if problem is not None or attempt is None:
+            return self._meet("covered", problem)
+        commit = partial(self.scratch.commit, attempt, {**here, **self.scratch.come})
+        return self._together("covered", commit)
 
     def _take(
         self, attempt: Transaction, some: Sequence[tuple[Wanted, Sequence[int]]], data: Any
@@ -362,33 +358,25 @@ def is_whole(step: Coverage) -> bool:
 
 
 def _has_all(step: Coverage) -> bool:
-    mine, peers, sums = step.scratch, step.local.peers, step.scratch.outline.sums
+    mine, peers = step.scratch, step.local.peers
     disks = mine.disks
     if step.processes.index == 0:
         there = mine.open(peers.having(step.step), failed=peers.leave)
         disks = [*disks, *(disk for disk in there if disk.found.origin == mine.save)]
-    name, judge = step._named("units"), partial(_all_units, sums)
-    with meeting(step.processes, name, judge, where=name) as led:
-        led.value = {
-            item: hex(_bits([unit for disk in disks for unit in disk.units(item)], count))
-            for item, count in sums.items()
-        }
+    name = step._named("units")
+    with meeting(step.processes, name, _have_all, where=name) as led:
+        lacks = [np.zeros(1, bool)]  # by number of a checksum; one more, for a step without any
+        for item, count in mine.outline.sums.items():
+            lacks.append(np.ones(count, bool))
+            for disk in disks:
+                lacks[-1][[*disk.units(item)]] = False
+        led.value = np.packbits(np.concatenate(lacks)).tobytes().hex()
     return led.value
 
 
-def _bits(units: Sequence[int], count: int) -> int:
-    """Returns as one number which of so many numbers are given."""
-    mask = np.zeros(count, np.uint8)
-    mask[units] = 1
-    return int.from_bytes(np.packbits(mask).tobytes(), "big")
-
-
-def _all_units(sums: Mapping[str, int], given: list[Any]) -> Json:
-    """Returns whether the processes together have all units of each item."""
-    return all(
-        reduce(or_, (int(one[item], 16) for one in given)) == _bits(range(count), count)
-        for item, count in sums.items()
-    )
+def _have_all(given: list[Any]) -> Json:
+    """Returns whether no chunk is lacking in all processes."""
+    return not reduce(and_, (int(lacks, 16) for lacks in given))
 
 
 def _told(hosts: Mapping[int, str], what: str) -> str:

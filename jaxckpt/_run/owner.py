@@ -172,10 +172,8 @@ class Ownership:
             before: The owner until now.
             known: An earlier listing of the root.
         """
-        self.token, self.first = (
-            secrets.token_hex(8),
-            self.first or (before.first if before else ""),
-        )
+        self.token = secrets.token_hex(8)
+        self.first = self.first or (before.first if before else "")
         read = [] if self._ledger is None else [partial(self._ledger.read, known)]
         try:
             together(self._index.storage, [partial(self._write, before), *read])
