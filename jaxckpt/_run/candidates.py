@@ -138,17 +138,15 @@ class Candidates:
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
         storage = self.roots[-1].index.storage
-        before, found, infos = None, dict[int, list[int]](), list[StepInfo]()
+        found, infos = dict[int, list[int]](), list[StepInfo]()
         for _ in range(LISTINGS):  # a job may delete a step that was listed, such as the best
             found = reachable(self.roots, lambda root: root.index.steps())
             copies = reversed(newest_first(found))  # so that the nearest copy of a step counts
             nearest = {copy.step: self.roots[copy.root].index for copy in copies}
             infos = at_once(lambda n, of=nearest: of[n].read_info(n), nearest, storage)
             errors = [index.unknown.get(n) for n, index in nearest.items()]
-            is_gone = any(isinstance(error, CheckpointNotFound) for error in errors)
-            if found == before or (self.keep.ranked(infos) and not is_gone):
+            if not any(isinstance(error, CheckpointNotFound) for error in errors):
                 break
-            before = found
         return found, infos
 
     def _by_metric(self, *, needed: bool) -> Callable[[InOrder], list[Copy]]:
