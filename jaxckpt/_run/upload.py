@@ -122,7 +122,7 @@ def upload(
         target.forget(step)
     if target.is_committed(step):
         there = already_there(found, record, target, step)
-        _pin(found, target.storage, path)
+        _follow_pin(found, target.storage, path, was_pinned=False)
         return there
     contents = contents_of(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
@@ -162,7 +162,9 @@ def upload(
             files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
         if attempt is not None and not lacks:
             sending.clear(known)
-            was_pinned = _pin(found, target.storage, work.path, sending.check)
+            if was_pinned := _is_pinned(found):
+                sending.check()
+                target.storage.write(f"{work.path}/{names.PINNED}", b"")
             attempt.commit(files, found.uploaded(record), known=known)
         elif attempt is not None:
             attempt.release()
@@ -180,7 +182,7 @@ def upload(
         linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
-        _follow_pin(found, target.storage, path, was_pinned)
+        _follow_pin(found, target.storage, path, was_pinned=was_pinned)
         if (metadata := run_metadata(source)) and not run_metadata(target):
             write_run_metadata(target, metadata)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
@@ -262,15 +264,7 @@ def _is_pinned(found: Found) -> bool:
     return found.storage.kind(f"{found.path}/{names.PINNED}") is not None
 
 
-def _pin(found: Found, storage: Storage, path: str, check: Callable[[], object] = int) -> bool:
-    """Pins the copy of a step that was pinned before it was there; returns whether it did."""
-    if is_pinned := _is_pinned(found):
-        check()
-        storage.write(f"{path}/{names.PINNED}", b"")
-    return is_pinned
-
-
-def _follow_pin(found: Found, storage: Storage, path: str, was_pinned: bool) -> None:
+def _follow_pin(found: Found, storage: Storage, path: str, *, was_pinned: bool) -> None:
     """Pins or unpins the committed copy of a step as was done with the step meanwhile."""
     is_pinned, pin = _is_pinned(found), f"{path}/{names.PINNED}"
     if is_pinned and not was_pinned:
