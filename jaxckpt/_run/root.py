@@ -392,11 +392,7 @@ def _here(root: Root) -> Json:
 
 
 def _judged(judge: Callable[[Disks, Disks], Json], given: list[Any]) -> Json:
-    disks = [_by_save(steps) for steps, *_ in given]
-    others = [_by_save(steps) for _, some, _ in given for steps in some]
+    disks = [dict(steps) for steps, *_ in given]
+    others = [dict(steps) for _, some, _ in given for steps in some]
     bad = {i: text for i, (*_, text) in enumerate(given) if text}
     return {"verdict": judge(disks, others), **first_of(bad)}
-
-
-def _by_save(steps: Any) -> dict[int, str]:  # from JSON
-    return {int(step): str(origin) for step, origin in steps}

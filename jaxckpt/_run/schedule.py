@@ -254,12 +254,8 @@ class Schedule:
         return Decision(step=step, save=is_due, reason=f"by the clock, {when}")
 
     def _rules(self) -> str:
-        rules = {
-            "every_steps": self.policy.every_steps,
-            "at_steps": self.policy.at_steps,
-            "when": self.policy.when,
-            "first": self.policy.first,
-        }
+        names = ("every_steps", "at_steps", "when", "first")
+        rules = {name: getattr(self.policy, name) for name in names}
         return ", ".join(f"{name}={rule}" for name, rule in rules.items() if rule is not None)
 
     def costs_at(self, step: int, *, now_s: float) -> Costs:

@@ -22,7 +22,7 @@ from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import newest_saved, saved_at
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import refuse
-from jaxckpt._run.upload import Uploaded, upload, upload_token
+from jaxckpt._run.upload import upload, upload_token
 from jaxckpt._save.worker import Failure
 from jaxckpt.errors import (
     CheckpointError,
@@ -146,7 +146,17 @@ class Sender:
             self.open_target(lambda: saved_at(source, step), waits=not one.is_ours)
         start_s = time.monotonic()
         with self.source.leases.protect(step):
-            done = self._upload(one)
+            done = upload(
+                source,
+                self.target.index,
+                step,
+                fence=lambda: self._fence(one),
+                pace=self.pace,
+                trusted=self._trusted,
+                parts=one.parts,
+                lacks=one.waits_for,
+                wait_s=self.processes.timeout_s,
+            )
             info = source.info(step)
         if done.lacks:
             text = f"{done.path}: the parts of processes {done.lacks} have not come"
@@ -169,19 +179,6 @@ class Sender:
             if token:
                 work = commit_of(storage, self.target.index.path(one.step)).work(token)
                 refuse(storage, work, self.processes.index, error)
-
-    def _upload(self, one: Upload) -> Uploaded:
-        return upload(
-            self.source.index,
-            self.target.index,
-            one.step,
-            fence=lambda: self._fence(one),
-            pace=self.pace,
-            trusted=self._trusted,
-            parts=one.parts,
-            lacks=one.waits_for,
-            wait_s=self.processes.timeout_s,
-        )
 
     def open_target(self, step: Callable[[], Saved], *, waits: bool = False) -> None:
         """Opens a directory that could not be reached before, unless the run went on without us.
