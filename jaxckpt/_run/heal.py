@@ -61,9 +61,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list
     if bad.has(step, names.RECORD) and not bad.is_committed(step):  # it lost its commit marker
         return _complete(bad, theirs, step, check)
     ours = _find(bad.storage, path)
-    is_alike = (
-        _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
-    )
+    is_alike = ours.origin == theirs.origin if ours else _is_alike(bad.storage, path, theirs)
     if theirs.record is None or not is_alike or (ours is None and theirs.part):
         raise _different(path, theirs)
     if ours is not None:

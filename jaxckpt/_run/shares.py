@@ -215,16 +215,9 @@ def part_of(found: Found, work: Work) -> Part:
     """Returns what this process sends of a step on its disk."""
     assert found.record is not None
     files = {file: file for file in found.record.files if file not in names.OF_COPY}
-    if found.part is not None:
-        return _part_of_share(found, work, files, *found.part)
-    return Part(found=found, work=work, process=0, count=1, files=files, tables={})
-
-
-def _part_of_share(
-    found: Found, work: Work, files: dict[str, str], process: int, count: int
-) -> Part:
+    process, count = found.part or (0, 1)
     tables, data = {}, {}
-    for item, path in found.items.items():
+    for item, path in found.items.items() if found.part else ():
         if names.OCDBT_MANIFEST not in found.recorded(path):
             continue
         table = _table(found, item)
