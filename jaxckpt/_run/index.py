@@ -157,12 +157,6 @@ class StepIndex(ListedRoot):
             return "unreadable"
         return "torn" if is_torn else None
 
-    def look_at_all(self, listing: Listing) -> None:
-        """Lists all steps, in a store with few requests, if most will be looked at."""
-        unknown = {*listing.steps.values()} - self._committed
-        if len(unknown) > _AT_ONCE and self.storage.parallel_writes and self._all is None:
-            self._all = listed(self.storage, self.root)
-
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
@@ -203,7 +197,9 @@ class StepIndex(ListedRoot):
         found = list[int]()
         for listing in self.listings():
             newest_first = [*reversed(listing.steps)]
-            self.look_at_all(listing)
+            unknown = {*listing.steps.values()} - self._committed
+            if len(unknown) > _AT_ONCE and self.storage.parallel_writes and self._all is None:
+                self._all = listed(self.storage, self.root)  # in few requests
             states = together(
                 self.storage, [partial(self._check, listing, n) for n in newest_first]
             )
