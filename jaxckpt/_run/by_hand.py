@@ -117,7 +117,7 @@ class ByHand:
         newest = self.newest()
         if (local := self.roots[0]).group.part is not None:
             judge = partial(newest_whole, most=self.saver.position.floor)
-            found = judge_steps(local, judge, run=self.run)["newest"]
+            found = judge_steps(local, judge, run=self.run)
             newest = max((n for n in (newest, found) if n is not None), default=None)
         self.saver.went_back(newest, good=newest)
 

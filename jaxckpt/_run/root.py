@@ -315,51 +315,50 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    opened = []
+    last, newest, owned, run = roots[-1], None, True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
-        if root.group.part is not None:
-            here = judge_steps(root, newest_whole, run=roots[-1].index.root)
-        opened.append(here)
-    last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
+        newest, owned = here["newest"], here["owned"]
+        if root.group.part is not None:  # each is taken over
+            newest, owned = judge_steps(root, newest_whole, run=last.index.root), True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
     begin = partial(last.opening.open, metadata, saves=saves[-1])
     try:
-        opened.append(begin(run=run, spared=newest, reach=reach))
+        opened = begin(run=run, spared=newest, reach=reach)
     except BaseException:
         for root in roots[:-1]:
             root.opening.fail()
         raise
     if settled is not None and settled.away is not None:
         last.owner.doubt()  # newer steps may be there, even if it answers by now
-    if away := opened[-1].get("away"):
-        if opened[-1]["silent"]:  # to process 0; let no other wait for it
+    if away := opened.get("away"):
+        if opened["silent"]:  # to process 0; let no other wait for it
             last.reach.away = away
         last.index.report(
             f"{last.index.root} cannot be reached; the run continues with its local step {newest}. "
             f"If newer ones are there, stop this job: {away}"
         )
-    there = opened[-1]["newest"]
+    there = opened["newest"]
     is_behind = newest is not None and (there is None or there < newest)
     return Opened(
-        run=opened[-1]["run"] if settled is None else settled.run,
-        session=opened[-1]["session"],
-        owned=all(one.get("owned", True) for one in opened),
+        run=opened["run"] if settled is None else settled.run,
+        session=opened["session"],
+        owned=owned and opened.get("owned", True),
         newest=newest if is_behind else there,
         local_only=newest if is_behind else None,
     )
 
 
-def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> dict[str, Any]:
-    """Returns what all know of their disks: the newest step that all have. Each is taken over.
+def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> int | None:
+    """Returns the newest step that all have on their disks.
 
     Args:
         most: The newest step that counts.
     """
     whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
-    return {"newest": next((n for n in whole if most is None or n <= most), None)}
+    return next((n for n in whole if most is None or n <= most), None)
 
 
 def judge_steps(root: Root, judge: Callable[[Disks, Disks], Json], *, run: str) -> Any:  # JSON
