@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, final
 
+from jaxckpt._disk.find import looks_committed
 from jaxckpt._run.index import StepIndex
 from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import SaveFailed
@@ -128,8 +129,9 @@ class Leases:
             return False
         if storage.atomic_rename:
             return storage.kind(path) == "dir"
-        # In a store, the file of a pin makes a directory.
-        return storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None
+        with contextlib.suppress(FileNotFoundError):
+            return looks_committed(storage, path)  # in a store, a pin alone makes a directory
+        return False
 
     def doom(self, steps: Sequence[str]) -> None:
         """Records for the next owner the steps whose files may be left; if none, deletes it."""
@@ -139,8 +141,7 @@ class Leases:
                 self.index.storage.delete_files([self.doomed_file])
                 is_gone = True
         if not is_gone:
-            data = run.encode(Doomed(steps=list(steps)))
-            self.index.storage.write(self.doomed_file, data)
+            self.index.storage.write(self.doomed_file, run.encode(Doomed(steps=list(steps))))
         self.unsettled = bool(steps)
 
     def settle(self, token: str) -> None:

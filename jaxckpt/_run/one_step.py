@@ -22,13 +22,15 @@ def pin(leases: Leases, number: int) -> None:
     """Keeps a step regardless of the policy."""
     storage, path = leases.index.storage, leases.index.check_step(number)
     gone = CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
+    added = [] if is_pinned(leases.index, number) else [f"{path}/{names.PINNED}"]
     try:
-        storage.write(f"{path}/{names.PINNED}", b"")
+        for file in added:
+            storage.write(file, b"")
     except FileNotFoundError as error:
         raise gone from error
     # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
     if not leases.is_staying(posixpath.basename(path)):
-        storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may
+        storage.delete_files(added)  # nothing else may
         raise gone
 
 

@@ -1095,6 +1095,49 @@ def test_a_refused_pin_leaves_no_file(world):
     assert not one_step.is_pinned(found.index, 1)
 
 
+def test_a_refused_pin_leaves_the_pin_that_was_there(world):
+    """Whoever deletes the step by hand may fail, and then a policy must not delete it."""
+    world.add("1")
+    found = world.run()
+    one_step.pin(found.leases, 1)
+    world.write("_jaxckpt.doomed", run.encode(Doomed(steps=["1"])))
+
+    with pytest.raises(CheckpointNotFound, match="can no longer be pinned"):
+        one_step.pin(found.leases, 1)
+
+    assert one_step.is_pinned(found.index, 1)
+
+
+def test_a_step_of_orbax_stays_without_a_marker(world):
+    """Older versions of Orbax, and copies of its steps, have none."""
+    world.write("1/_CHECKPOINT_METADATA", b"{}")
+    found = world.run()
+
+    with found.leases.protect(1) as is_there:
+        assert is_there
+    one_step.pin(found.leases, 1)
+
+    assert one_step.is_pinned(found.index, 1)
+
+
+@pytest.mark.parametrize("root", ["/run", "gs://bucket/run"])
+def test_a_step_in_a_store_stays_until_its_marker_goes(root):
+    """A deletion removes that first. On Google Cloud Storage, Orbax writes one too."""
+    world = World(MemoryStorage(), root)
+    world.add("1")
+    world.write("2/_CHECKPOINT_METADATA", b"{}")
+    world.write(f"2/{names.COMMIT_MARKER}")
+    world.write(f"3/{names.PINNED}")
+    leases = world.run().leases
+    assert [leases.is_staying(step) for step in "1234"] == [True, True, False, False]
+
+    for number in "12":
+        world.storage.delete(f"{root}/{number}/{names.COMMIT_MARKER}")
+
+    needs_none = not root.startswith("gs://")
+    assert [leases.is_staying(step) for step in "12"] == [False, needs_none]
+
+
 def test_a_pin_that_is_written_late_keeps_no_step_that_is_gone(world):
     """In a store its file alone would look like a step, and its number could not be saved."""
     world.add("1")
