@@ -79,10 +79,17 @@ def checkpoints_iterator(
         with wait_for_new_checkpoint(
             checkpoint_dir, until_step=until, timeout_fn=timeout_fn, **options
         ) as found:
-            if found == -1:
+            if found != -1:
+                yield (newest := found)
+                time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
+            elif timeout_fn is None or _asks(checkpoint_dir, timeout_fn):
                 return
-            yield (newest := found)
-        time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
+
+
+def _asks(checkpoint_dir: str | os.PathLike[str], timeout_fn: Callable[[], bool]) -> bool:
+    """Asks `timeout_fn` in process 0 for all."""
+    name = f"end of the steps in {os.fspath(checkpoint_dir)}"
+    return lead(current(), name, lambda: bool(timeout_fn()), where=name, meets=True)
 
 
 @contextlib.contextmanager
