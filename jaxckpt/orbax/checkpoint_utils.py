@@ -105,8 +105,8 @@ def wait_for_new_checkpoint(
 ) -> Iterator[int]:
     """Waits for a step, and yields it; -1 after the timeout, unless `timeout_fn` is not true.
 
-    Process 0 looks, and calls `timeout_fn`, for all processes. Takes no snapshot: a step may be
-    deleted later, but not while jaxckpt restores it.
+    Process 0 looks, and calls `timeout_fn`, for all processes, once all have made this call. Takes
+    no snapshot: a step may be deleted later, but not while jaxckpt restores it.
     """
     del snapshot_dir  # a step is leased while it is restored
     naming = {name: value for name, value in naming.items() if name.startswith("step_")}
@@ -129,8 +129,10 @@ def wait_for_new_checkpoint(
             if wakes_s > end_s:
                 return None
 
-    found, name = None, f"new checkpoint in {os.fspath(checkpoint_dir)}"
+    name = f"new checkpoint in {os.fspath(checkpoint_dir)}, until_step={until_step}"
+    processes.gather(name, None, len)  # so that no call gets the answer of an earlier one
+    call, found = f"{name}/{processes.uses(name)}", None
     rounds = processes.within(processes.timeout_s + seconds_to_sleep)
     while found is None:
-        found = lead(rounds, name, look, where=name)
+        found = lead(rounds, call, look, where=name)
     yield found

@@ -6,6 +6,8 @@ import orbax.checkpoint as theirs
 import pytest
 
 import jaxckpt.orbax as ocp
+from jaxckpt import CheckpointTimeout, ProcessesDisagree
+from jaxckpt.multihost import playing
 from jaxckpt.testing import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,3 +51,57 @@ def test_process_0_asks_for_all_whether_an_iterator_ends(tmp_path):
 
     assert simulate(2, evaluate) == [[2], [2]]
     assert asked == [0] * 4
+
+
+def waited(path, **options):
+    with ocp.checkpoint_utils.wait_for_new_checkpoint(path, timeout=0, **options) as step:
+        return step
+
+
+@pytest.mark.parametrize("until_step", [None, 2])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_wait_of_one_process_fails_alone(tmp_path, alone, until_step):
+    """It names who is missing, and no later wait gets its answer."""
+    save(tmp_path / "3")
+    save(tmp_path / "later")
+
+    def evaluate(processes):
+        if processes.index == alone:
+            limited = playing(processes.within(0.2))
+            missing = pytest.raises(CheckpointTimeout, match=f"missing process {1 - alone}\n")
+            with limited, missing:
+                waited(tmp_path, until_step=until_step)
+            (tmp_path / "later").rename(tmp_path / "5")
+        processes.within(60).gather("saved", None)
+        return [waited(tmp_path, until_step=2) for _ in range(2)]
+
+    assert simulate(2, evaluate) == [[5, 5], [5, 5]]
+
+
+def test_processes_that_wait_for_different_steps_get_none(tmp_path):
+    save(tmp_path / "1")
+
+    def evaluate(processes):
+        with playing(processes.within(0.2)), pytest.raises(CheckpointTimeout, match="until_step="):
+            waited(tmp_path, until_step=[None, 2][processes.index])
+
+    simulate(2, evaluate)
+
+
+def test_an_error_of_process_0_ends_the_wait_of_all(tmp_path):
+    """The next wait finds all in step again."""
+    save(tmp_path / "1")
+
+    def evaluate(processes):
+        kind, text = [(OSError, "gone"), (ProcessesDisagree, "process 0 failed: OSError: gone")][
+            processes.index
+        ]
+
+        def fails():
+            raise OSError("gone")
+
+        with pytest.raises(kind, match=text):
+            waited(tmp_path, until_step=2, timeout_fn=fails)
+        return waited(tmp_path)
+
+    assert simulate(2, evaluate) == [1, 1]

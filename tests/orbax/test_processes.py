@@ -80,7 +80,7 @@ def test_process_0_lists_the_steps_for_readers_that_ask_for_it(run_processes, tm
 
 
 def test_processes_that_wait_for_steps_get_the_same(start_processes, tmp_path):
-    """Process 0 looks for all, as with Orbax; what it found does not depend on who looks later."""
+    """Process 0 looks for all, as with Orbax; a step that comes right after changes nothing."""
     save = ocp.PyTreeCheckpointer().save
     save(tmp_path / "1", {"n": 1})
     job = start_processes("drop_in:evaluates", count=2, args=[tmp_path], timeout_s=100)

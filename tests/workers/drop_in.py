@@ -108,16 +108,21 @@ def reads_late(me, root):
 
 
 def evaluates(me, root):
-    """Waits for steps; the second one comes before the other process looks for the first."""
+    """Waits for steps; the second one comes right after process 0 has looked for the first."""
     import jaxckpt.orbax as ocp
 
-    current()  # no process can make the devices without the others
-    found = ocp.checkpoint_utils.checkpoints_iterator(root, seconds_to_sleep=0.01, timeout=60)
-    if me.index == 1:
-        me.wait_for("step 2")
-    steps = [next(found)]
-    me.reach("found")
-    steps.append(next(found))
+    class Slow(ocp.path.step.StandardNameFormat):
+        def find_all(self, base_path):
+            if me.index == 1:  # which does not look
+                me.wait_for("step 2")
+            steps = [*super().find_all(base_path)]
+            me.reach("found")
+            me.wait_for("step 2")
+            return steps
+
+    options = {"seconds_to_sleep": 0.01, "timeout": 60, "step_name_format": Slow()}
+    found = ocp.checkpoint_utils.checkpoints_iterator(root, **options)
+    steps = [next(found), next(found)]
     return [*steps, *ocp.checkpoint_utils.checkpoints_iterator(f"{root}/none", timeout=0)]
 
 
