@@ -75,11 +75,12 @@ def checkpoints_iterator(
     """Yields the newest step whenever there is a new one; see `wait_for_new_checkpoint`."""
     newest = None
     while True:
-        start_s, until = time.monotonic(), None if newest is None else newest + 1
+        until = None if newest is None else newest + 1
         with wait_for_new_checkpoint(
             checkpoint_dir, until_step=until, timeout_fn=timeout_fn, **options
         ) as found:
             if found != -1:
+                start_s = time.monotonic()
                 yield (newest := found)
                 time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
             elif timeout_fn is None or _asks(checkpoint_dir, timeout_fn):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import orbax.checkpoint as theirs
 import pytest
 
@@ -35,6 +37,30 @@ def test_an_iterator_asks_twice_whether_to_end(tmp_path, library):
 
     assert list(steps) == [2, 5]
     assert answers == [True, False, True, True]
+
+
+@LIBRARIES
+def test_steps_come_apart_after_a_long_wait_too(tmp_path, library):
+    """`min_interval_secs` counts from one step to the next, not from the wait for the first."""
+    for name in ("a", "b"):
+        save(tmp_path / name)
+    asked_s = []
+
+    def ends():
+        asked_s.append(time.monotonic())
+        if asked_s[-1] > asked_s[0] + 0.3:
+            (tmp_path / "a").rename(tmp_path / "1")
+        return False
+
+    options = {"min_interval_secs": 0.3, "seconds_to_sleep": 0.05}
+    steps = library.checkpoint_utils.checkpoints_iterator(
+        tmp_path, timeout=0, timeout_fn=ends, **options
+    )
+
+    assert next(steps) == 1
+    (tmp_path / "b").rename(tmp_path / "2")
+    assert next(steps) == 2
+    assert time.monotonic() >= asked_s[-1] + 0.3  # the first step came later than the question
 
 
 def test_process_0_asks_for_all_whether_an_iterator_ends(tmp_path):
