@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -15,6 +15,8 @@ from etils import epath
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import args, metadata, step
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
+
+_OF_SNAPSHOTS: Final = ("set_immutable", "ignore_snapshot_errors")
 
 
 def construct_restore_args(
@@ -110,7 +112,7 @@ def wait_for_new_checkpoint(
     no snapshot: a step may be deleted later, but not while jaxckpt restores it.
     """
     del snapshot_dir  # a step is leased while it is restored
-    naming = {name: value for name, value in naming.items() if name.startswith("step_")}
+    naming = {name: value for name, value in naming.items() if name not in _OF_SNAPSHOTS}
     format = naming.pop("step_name_format", None) or step.standard_name_format(**naming)
     processes, start_s = current(), time.monotonic()
 

@@ -63,6 +63,23 @@ def test_steps_come_apart_after_a_long_wait_too(tmp_path, library):
     assert time.monotonic() >= asked_s[-1] + 0.3  # the first step came later than the question
 
 
+@LIBRARIES
+def test_an_unknown_argument_raises(tmp_path, library):
+    """Those of Orbax's snapshots are known."""
+    utils = library.checkpoint_utils
+    for name in ("4", "ckpt_0004"):
+        save(tmp_path / name)
+
+    with pytest.raises(TypeError, match="timout"):
+        next(utils.checkpoints_iterator(tmp_path, timout=60))
+    with pytest.raises(TypeError, match="timout"):
+        utils.wait_for_new_checkpoint(tmp_path, timout=60).__enter__()
+
+    named = {"step_prefix": "ckpt", "step_format_fixed_length": 4}
+    snapshots = {"snapshot_dir": tmp_path / "s", "set_immutable": None}
+    assert [*utils.checkpoints_iterator(tmp_path, timeout=0, **named, **snapshots)] == [4]
+
+
 def test_process_0_asks_for_all_whether_an_iterator_ends(tmp_path):
     save(tmp_path / "2")
     asked = []
