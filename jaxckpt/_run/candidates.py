@@ -42,18 +42,22 @@ class Candidates:
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         if (chosen := _chosen(step)) == "best":
-            return self._alike(self._by_metric(needed=True))
-        return self._alike(partial(self._copies, chosen))
+            return self._alike("restore", self._by_metric(needed=True))
+        return self._alike("restore", partial(self._copies, chosen))
 
-    def _alike(self, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
-        """Returns in every process the copies that process 0 finds."""
+    def _alike(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
+        """Returns in every process the copies that process 0 finds.
+
+        Args:
+            what: The question; another thread may ask another one at the same time.
+        """
         in_order: InOrder = newest_first
         if _is_apart(self.roots[0]):
             # What the disks have only process 0 needs to know; it may judge more than once.
             known: deque[Disks] = deque(maxlen=2)
             judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
             in_order = partial(self._over_disks, known)
-        name, list_ = f"manager {self._name}/steps", lambda: [*copies(in_order)]
+        name, list_ = f"manager {self._name}/steps/{what}", lambda: [*copies(in_order)]
         found = lead(self.processes, name, list_, where=self._name, meets=True)
         return [Copy(*one) for one in found]
 
@@ -85,27 +89,27 @@ class Candidates:
         """Returns the newest complete step."""
         if len(self.roots) == 1:  # lists no more directories than it has to
             index = self.roots[0].index
-            return self._first_whole(lambda _: (Copy(n, 0) for n in index.newest_first()))
+            return self._first_whole("latest", lambda _: (Copy(n, 0) for n in index.newest_first()))
         steps = StepIndex.steps if _is_apart(self.roots[0]) else StepIndex.to_restore
-        return self._first_whole(partial(self._found, steps))
+        return self._first_whole("latest", partial(self._found, steps))
 
     def best(self) -> int | None:
         """Returns the complete step that the policy ranks first; reports if it ranks none."""
-        return self._first_whole(self._by_metric(needed=False))
+        return self._first_whole("best", self._by_metric(needed=False))
 
     def listed(self) -> list[int]:
         """Returns the committed steps, in order."""
         find = partial(self._found, StepIndex.steps)
-        copies = self._alike(find) if _is_apart(self.roots[0]) else find(newest_first)
+        copies = self._alike("all", find) if _is_apart(self.roots[0]) else find(newest_first)
         return sorted({copy.step for copy in copies})
 
-    def _first_whole(self, copies: Callable[[InOrder], Iterable[Copy]]) -> int | None:
+    def _first_whole(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> int | None:
         """Returns the first complete step; lists them again if a job has deleted one meanwhile.
 
         If all disks together have none whole, returns the first: a restore reports what it lacks.
         """
         if _is_apart(self.roots[0]):
-            found = self._alike(copies)
+            found = self._alike(what, copies)
             whole = (copy.step for copy in found if self._is_there(copy))
             return next(whole, found[0].step if found else None)
         for left in reversed(range(LISTINGS)):
@@ -124,7 +128,7 @@ class Candidates:
         if copy.is_united:
             with closing((disks := self._coverage(copy.step)).scratch):
                 return is_whole(disks)
-        with root.group.leading(f"manager {run}/whole", all, where=run) as led:
+        with root.group.leading(f"manager {run}/whole/{copy.step}", all, where=run) as led:
             if root.group.leads:
                 led.value = root.index.is_whole(copy.step)
         return led.value

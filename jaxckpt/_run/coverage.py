@@ -269,7 +269,7 @@ class Coverage:
         return self.processes.gather(self._named(name), value, judge)
 
     def _named(self, name: str) -> str:
-        return f"coverage {self.directory.index.root} {name}"
+        return f"coverage {self.directory.index.root}/{self.step} {name}"
 
     def _meet(self, name: str, problem: Exception | None) -> str | None:
         """Returns what failed in any process, alike in all."""

@@ -171,11 +171,11 @@ def watch(
     leases: Leases, processes: Processes, timeout_s: float, after: int | None
 ) -> Iterator[int]:
     """Yields the new steps that process 0 sees; each is leased while the caller uses it."""
-    root, meets = leases.index.root, processes.within(processes.timeout_s + timeout_s)
+    root, meets, step = leases.index.root, processes.within(processes.timeout_s + timeout_s), after
     with contextlib.closing(_watch(leases, timeout_s, after)) as steps:
         while True:
-            look = partial(next, steps, None)
-            step = lead(meets, f"watch {root}", look, where=root, meets=True)
+            look, name = partial(next, steps, None), f"watch {root} after {step}"
+            step = lead(meets, name, look, where=root, meets=True)
             if step is None:
                 return
             with leases.protect(step) if processes.index > 0 else contextlib.nullcontext():

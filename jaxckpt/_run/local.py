@@ -125,9 +125,7 @@ def settle(
             disk = _token(machine(), posixpath.dirname(home.index.root))
             met.value = [disk, home.newest(durable and Saved.told(durable))]
         counts, newest = met.value
-        mine = home.judged(newest and Saved.told(newest))
-        for rank in range(counts[disk]):  # read by a process of this job
-            mine["others"].pop(f"{posixpath.dirname(home.index.root)}/{names.share(rank)}", None)
+        mine = home.judged(newest and Saved.told(newest), counts[disk])
     away = away or (None if text is None else OSError(errno.EIO, text))
     guest = names.guest(_token(found, directory.root))
     return Local(run=found, share=share, guest=guest, away=away, **mine)
@@ -179,17 +177,25 @@ class _Home:
         """Returns where the run was last, given the newest step of its directory."""
         return latest((one for lives in self.lives.values() for one in lives), durable)
 
-    def judged(self, newest: Saved | None) -> dict[str, Any]:
-        """Returns fields of `Local`, given where the run was last on all disks."""
-        index, told = self.index, []
-        others = {root: astray(lives, newest) for root, lives in self.lives.items()}
-        if (gone := others.pop(index.root)) and newest is not None:
-            told.append(
-                f"{index.root}: steps {gone} are of an earlier life of this run, which has step "
-                f"{newest.step} now: it went on without them. They are not restored, and deleted "
-                f"after the next save here. To keep one: jaxckpt fork {index.path(gone[-1])} NEW"
-            )
-        problems = [*index.problems, *self.problems, *told]
+    def judged(self, newest: Saved | None, count: int = 0) -> dict[str, Any]:
+        """Returns fields of `Local`, given where the run was last on all disks.
+
+        Args:
+            count: How many processes have this disk; each reads a share of it.
+        """
+        index, at = self.index, posixpath.dirname(self.index.root)
+        of_job = {f"{at}/{names.share(rank)}" for rank in range(count)} - {index.root}
+        mine = ((root, lives) for root, lives in self.lives.items() if root not in of_job)
+        others = {root: astray(lives, newest) for root, lives in mine}
+        told = [
+            f"{root}: steps {gone} are of an earlier life of this run, which has step "
+            f"{newest.step} now: it went on without them. They are not restored, and deleted after "
+            "the next save there. To keep one: "
+            f"jaxckpt fork {root}/{posixpath.basename(index.path(gone[-1]))} NEW"
+            for root, gone in others.items()
+            if gone and newest is not None
+        ]
+        problems, gone = [*index.problems, *self.problems, *told], others.pop(index.root)
         return {"root": index.root, "others": others, "astray": gone, "problems": problems}
 
 

@@ -653,7 +653,7 @@ class CheckpointManager:
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
         """Yields new steps in order as they are committed, for an evaluator in another job.
 
-        All its processes must call it, and get the same steps.
+        All its processes must call it with the same `after`, and get the same steps.
         The step being yielded is protected from deletion until the next one is asked for. Steps
         that are both committed and deleted in the meantime are skipped, as are those that are only
         on local disks.

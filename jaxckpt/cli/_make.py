@@ -189,7 +189,9 @@ def upload(
                 gone = f"step {step} was deleted meanwhile, and is left out"
                 _output.note(str(error) if is_there else gone)
                 if not is_there:  # the job may have saved others
-                    missing = [n for n in uploads.missing_steps(source, target)[0] if n not in left]
+                    tried = {*left, *(sent.step for sent in done)}
+                    there, _ = uploads.missing_steps(source, target)
+                    missing = [n for n in there if n not in tried]
                 continue
             done.append(sent)
             if not as_json:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tarfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from jaxckpt._run.copies import over_disks
 from jaxckpt._run.heal import heal
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import refuse, share_on_disk
+from jaxckpt.cli._make import upload
 from jaxckpt.errors import (
     CheckpointNotFound,
     CheckpointTimeout,
@@ -47,6 +49,7 @@ from tests.commandline import cli, said_json
 from tests.core.test_plan import array_specs, held
 from tests.run.test_identity import as_before
 from tests.run.test_tiers import damage
+from tests.twins import watched
 from tests.waiting import wait_until
 
 TWO = [0, 1]
@@ -595,6 +598,22 @@ def test_upload_brings_shares_together(shares, target):
     assert "has every step" in cli("upload", shares[1], target)[1]
 
 
+def test_a_part_is_sent_once_though_another_step_goes_meanwhile(shares, tmp_path, capsys):
+    """Only process 0 commits the step, so that the directory still lacks it."""
+    target = tmp_path / "remote"
+
+    def delete(verb, path):
+        if f"{target}/3" in path and (shares[1] / "2").exists():
+            (shares[1] / "2").rename(tmp_path / "deleted")
+
+    options = {"steps": (), "max_rate": None, "no_job": False, "as_json": False}
+    assert not upload.callback(src=str(shares[1]), dst=watched(target, delete), **options)
+
+    said = capsys.readouterr()
+    assert said.out.count("wrote the part of process 1") == 1
+    assert "step 2 was deleted meanwhile" in said.err
+
+
 def test_after_a_crash_at_any_change_the_next_upload_of_shares_ends_it(shares, target):
     """Until then the step is either not there, or there and whole; of each process."""
     sources = [StepIndex(LocalStorage(), str(share), quiet=True) for share in shares]
@@ -637,12 +656,15 @@ def test_host_arrays_may_differ_between_processes(tmp_path):
     assert (state["small"], state["large"].max()) == (0, 0)
 
 
-def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10, every=1, **of_local):
+def manager_of(
+    root, process, storage, *, durable_timeout_s=10, timeout_s=10, every=1, ranks=None, **of_local
+):
     """The manager of a simulated process with a disk of its own, all in one storage."""
+    keep = ranks or jaxckpt.KeepPolicy()
     disk = PathIn(storage, str(root / f"host{process}"))
     local = jaxckpt.LocalTier(disk, durable_timeout_s=durable_timeout_s, **of_local)
     run, save = PathIn(storage, str(root / "run")), jaxckpt.SavePolicy(every_steps=every)
-    return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s, save=save)
+    return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s, save=save, keep=keep)
 
 
 LOCAL = {"save": jaxckpt.SavePolicy(), "keep": jaxckpt.KeepPolicy(last=9)}
@@ -662,6 +684,27 @@ def test_after_a_call_of_one_process_alone_all_get_an_answer(tmp_path):
             return manager.latest_step()
 
     assert simulate(2, run) == [1, 1]
+
+
+def test_two_threads_get_the_answers_to_their_own_questions(tmp_path):
+    """Such as the saving thread, in `on_commit`; the processes come to them in any order."""
+    ranks = jaxckpt.KeepPolicy(metric="loss")
+
+    def run(processes):
+        with (
+            manager_of(tmp_path, processes.index, LocalStorage(), ranks=ranks, **LOCAL) as manager,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            for step, loss in enumerate((5, 1, 9)):
+                manager.save(step, {"a": step}, metrics={"loss": loss}).result()
+            asked = [manager.best_step, manager.all_steps][:: 1 - 2 * processes.index]
+            said = []
+            for ask in asked:
+                said.append(threads.submit(ask))
+                processes.within(30).gather("asks", None)
+            return [one.result() for one in said][:: 1 - 2 * processes.index]
+
+    assert simulate(2, run) == [[1, [0, 1, 2]]] * 2
 
 
 @pytest.mark.parametrize("what", ["delete", "scrub"])

@@ -2797,6 +2797,21 @@ def test_the_processes_of_a_reader_see_the_same_steps(tmp_path):
     assert simulate(2, run) == [[(1, {"n": 1}), (2, {"n": 2})]] * 2
 
 
+def test_processes_that_watch_from_other_steps_get_no_answer(tmp_path):
+    """Else one of them gets the steps that the other has asked for."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+
+    def run(processes):
+        with (
+            CheckpointManager(tmp_path, mode="r", timeout_s=1) as reader,
+            pytest.raises(CheckpointTimeout, match=f"missing process {1 - processes.index}"),
+        ):
+            [*reader.watch(timeout_s=0.05, after=[None, 1][processes.index])]
+
+    simulate(2, run)
+
+
 def test_what_a_reader_is_at_is_not_deleted(tmp_path):
     """It stays until the reader's loop continues; then the next save deletes it."""
     with (
