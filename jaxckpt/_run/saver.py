@@ -58,17 +58,6 @@ class SaveOptions:
     notice: Notice | None
 
 
-@dataclass(frozen=True, slots=True)
-class SavingStep:
-    """A step being saved, until the work after its commit has ended."""
-
-    handle: SaveHandle
-    root: Root  # where it is saved
-    upload: Upload | None  # from there to the directory, if it goes there
-    trees: Sequence[TreeItem]  # whose files the next step may share
-    metrics: Mapping[str, Any]  # empty until process 0 has written them
-
-
 @final
 class Saver:
     """Saves steps of a run one after the other in a background thread."""
@@ -262,8 +251,8 @@ class Saver:
         request = self._request(given, root, name, token, meter, problem=problem, skips=skips)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         trees = given.trees if self.incremental.storage else []
-        saving = SavingStep(handle, root, upload, trees, given.numbers)
-        handle.begin(partial(self._finish_step, saving))
+        follow = partial(self._follow, handle, root, upload, given.numbers)
+        handle.begin(partial(self._finish_step, handle, root, trees, follow))
         return handle
 
     def _check_and_take(self, given: Given, meter: Meter, errors: list[BaseException]) -> None:
@@ -402,21 +391,23 @@ class Saver:
                 self._roots[-1].reach.ask(write)
         self._roots[-1].deletion.failed |= self.ledger.failed
 
-    def _finish_step(self, saving: SavingStep) -> None:
-        """Saves a step, and does what follows its commit."""
-        handle, root = saving.handle, saving.root
+    def _finish_step(
+        self, handle: SaveHandle, root: Root, trees: Sequence[TreeItem], follow: Callable[[], None]
+    ) -> None:
+        """Saves a step, and does what follows its commit; the next may share files of `trees`."""
         root.announce(handle.step or 0)
         if not handle.attempt():
             self.incremental.fail(handle.error)
             return
         root.index.astray.discard(handle.step or 0)  # it has taken the place of such a step
-        self.incremental.remember(saving.trees, root, handle.path)
-        self._follow(saving)
+        self.incremental.remember(trees, root, handle.path)
+        follow()
         fingerprint.prepare()  # once the upload is under way
 
-    def _follow(self, saving: SavingStep) -> None:
+    def _follow(
+        self, handle: SaveHandle, root: Root, upload: Upload | None, metrics: Mapping[str, Any]
+    ) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""
-        handle, root, upload = saving.handle, saving.root, saving.upload
         request = handle.job.request
         timing, step, tiers = handle.timing, handle.step, self._tiers
         assert timing is not None  # it is committed
@@ -429,8 +420,7 @@ class Saver:
         if request.replicas is not None:
             self.comparisons.end(step, request.replicas)
         marked = () if request.replicas is None else request.replicas.marked
-        facts = {"metrics": dict(saving.metrics), "differences": marked}
-        info = StepInfo(step=step, saved_s=time.time(), **facts)
+        info = StepInfo(step=step, saved_s=time.time(), metrics=dict(metrics), differences=marked)
         name = f"{request.name}/kept"
         with leading(self._processes, name, where=self._index.root) as led:
             if self._processes.index == 0:  # only it knows the metrics
