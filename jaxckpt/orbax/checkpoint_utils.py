@@ -120,7 +120,7 @@ def wait_for_new_checkpoint(
         """Returns a step, -1 after the timeout, or None to go on in another round."""
         end_s = time.monotonic() + processes.timeout_s / 10
         while True:
-            steps = [s.step for s in format.find_all(epath.Path(checkpoint_dir))]
+            steps = [int(s.step) for s in format.find_all(epath.Path(checkpoint_dir))]
             newest = max(steps, default=-1)
             if newest >= 0 and (until_step is None or newest >= until_step):
                 return newest

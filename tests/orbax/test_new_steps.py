@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import orbax.checkpoint as theirs
 import pytest
 
@@ -129,6 +130,19 @@ def test_processes_that_wait_for_different_steps_get_none(tmp_path):
             waited(tmp_path, until_step=[None, 2][processes.index])
 
     simulate(2, evaluate)
+
+
+def test_steps_may_be_numbers_of_numpy(tmp_path):
+    """A program's own names of steps may give them."""
+
+    class Named(ocp.path.step.NameFormat):
+        def find_all(self, base_path):
+            return [ocp.path.step.Metadata(np.int64(n), base_path) for n in (3, 1)]
+
+    def evaluate(processes):
+        return [waited(tmp_path, step_name_format=Named(), until_step=np.int64(2))]
+
+    assert simulate(2, evaluate) == [[3], [3]]
 
 
 def test_an_error_of_process_0_ends_the_wait_of_all(tmp_path):
