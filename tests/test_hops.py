@@ -191,7 +191,7 @@ FOLDERS = {
     "format": (3306, 2177),
     "integrations": (478, 264),
     "multihost": (973, 605),
-    "orbax": (6167, 3773),
+    "orbax": (6166, 3773),
     "pages": (2423, 1724),
     "storage": (4211, 2852),
     "testing": (985, 641),

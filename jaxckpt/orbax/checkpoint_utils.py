@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from etils import epath
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import args, metadata, step
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
-
-_OF_SNAPSHOTS: Final = ("set_immutable", "ignore_snapshot_errors")
 
 
 def construct_restore_args(
@@ -112,7 +110,8 @@ def wait_for_new_checkpoint(
     no snapshot: a step may be deleted later, but not while jaxckpt restores it.
     """
     del snapshot_dir  # a step is leased while it is restored
-    naming = {name: value for name, value in naming.items() if name not in _OF_SNAPSHOTS}
+    for of_snapshots in ("set_immutable", "ignore_snapshot_errors"):
+        naming.pop(of_snapshots, None)
     format = naming.pop("step_name_format", None) or step.standard_name_format(**naming)
     processes, start_s = current(), time.monotonic()
 

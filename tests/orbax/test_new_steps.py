@@ -71,10 +71,10 @@ def test_an_unknown_argument_raises(tmp_path, library):
     for name in ("4", "ckpt_0004"):
         save(tmp_path / name)
 
-    with pytest.raises(TypeError, match="timout"):
-        next(utils.checkpoints_iterator(tmp_path, timout=60))
-    with pytest.raises(TypeError, match="timout"):
-        utils.wait_for_new_checkpoint(tmp_path, timout=60).__enter__()
+    with pytest.raises(TypeError, match="time_out"):
+        next(utils.checkpoints_iterator(tmp_path, time_out=60))
+    with pytest.raises(TypeError, match="time_out"):
+        utils.wait_for_new_checkpoint(tmp_path, time_out=60).__enter__()
 
     named = {"step_prefix": "ckpt", "step_format_fixed_length": 4}
     snapshots = {"snapshot_dir": tmp_path / "s", "set_immutable": None}
