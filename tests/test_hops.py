@@ -137,8 +137,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1741, 11, 20),
-    "manager open + save": (3978, 15, 41),
-    "open + save, local": (6387, 18, 126),
+    "manager open + save": (3976, 15, 41),
+    "open + save, local": (6390, 18, 126),
     "restore(path, like)": (2243, 14, 8),
     "manager.restore(like)": (2739, 18, 10),
     "open": (598, 10, 5),
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1215, 818),
     "_progress": (223, 167),
     "_restore": (2170, 1618),
-    "_run": (9916, 6820),
+    "_run": (9908, 6820),
     "_save": (2361, 1657),
     "cli": (4593, 3303),
     "format": (3306, 2177),

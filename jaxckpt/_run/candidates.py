@@ -46,11 +46,7 @@ class Candidates:
         return self._alike("restore", partial(self._copies, chosen))
 
     def _alike(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
-        """Returns in every process the copies that process 0 finds.
-
-        Args:
-            what: The question; another thread may ask another one at the same time.
-        """
+        """Returns in all processes what process 0 finds; `what` tells questions of threads apart."""
         in_order: InOrder = newest_first
         if _is_apart(self.roots[0]):
             # What the disks have only process 0 needs to know; it may judge more than once.

@@ -178,11 +178,7 @@ class _Home:
         return latest((one for lives in self.lives.values() for one in lives), durable)
 
     def judged(self, newest: Saved | None, count: int = 0) -> dict[str, Any]:
-        """Returns fields of `Local`, given where the run was last on all disks.
-
-        Args:
-            count: How many processes have this disk; each reads a share of it.
-        """
+        """Returns fields of `Local`, given where the run was last, and how many have this disk."""
         index, at = self.index, posixpath.dirname(self.index.root)
         of_job = {f"{at}/{names.share(rank)}" for rank in range(count)} - {index.root}
         mine = ((root, lives) for root, lives in self.lives.items() if root not in of_job)
