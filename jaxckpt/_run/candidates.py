@@ -46,7 +46,7 @@ class Candidates:
         return self._alike("restore", partial(self._copies, chosen))
 
     def _alike(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
-        """Returns in all processes what process 0 finds; `what` tells questions of threads apart."""
+        """Returns in all processes what process 0 finds; `what` keeps two questions apart."""
         in_order: InOrder = newest_first
         if _is_apart(self.roots[0]):
             # What the disks have only process 0 needs to know; it may judge more than once.
