@@ -253,14 +253,19 @@ class MarkerCommit(SharedDirectory):
             return
         files = [*self.storage.files(self.path)]  # before the look whose they are
         is_ours = read_small(self.storage, f"{self.path}/{names.WRITER}") == token
-        marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         with contextlib.suppress(SaveFailed):  # another writer has the directory now
-            if is_ours and marker is None:
+            if is_ours and not self._is_marked():
                 self._delete_left(files, late=late)
                 return
-            if token not in (marker or ""):  # else it is committed
-                self._delete([file for file in files if token in file])
+            self.remove_own(token, published=published)
             self._delete([names.WRITER] if is_ours else [])
+
+    def remove_own(self, token: str, *, published: bool) -> None:
+        """Removes what has an attempt's name, so needs no lock; unless it may be committed."""
+        own = [file for file in self.storage.files(self.path) if token in file]
+        marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
+        if not published and token not in (marker or ""):
+            self.storage.delete_files([f"{self.path}/{file}" for file in own])
 
     def remove(
         self,

@@ -106,6 +106,8 @@ class RenameCommit(Attempts):
         if read_small(self.storage, f"{work}/{names.WRITER}") in mine:
             self.storage.delete(work)
 
+    remove_own = abort  # the directory is of one attempt
+
     def remove(
         self, files: object = None, *, check: Check = int, renamed: Check = int, **_: object
     ) -> None:

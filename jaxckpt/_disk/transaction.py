@@ -187,7 +187,7 @@ class Transaction:
                 self.protocol.abort(self.token, published=self.publishing, late=late)
         except OSError as failure:
             warn(self.work, f"cannot be removed: {failure}. The next save here tries again.")
-            _left.append(self)
+            _left[self.path, self.token] = self
         self.release()
 
     def release(self) -> None:
@@ -226,7 +226,7 @@ class Transaction:
         return 0
 
 
-_left: list[Transaction] = []  # of this process, whose files could not be removed
+_left: dict[tuple[str, str | None], Transaction] = {}  # whose files could not be removed
 
 
 def unseen(path: str, file: str) -> SaveFailed:
@@ -257,15 +257,15 @@ def begin(
     Raises:
         StepExists: `path` exists (with `overwrite`: and is not a checkpoint).
     """
-    if resumes and token and (found := take_over(storage, path, token)) is not None:
-        found.fence = fence
+    _left.pop((path, token), None)
+    if resumes and token and (found := take_over(storage, path, token, fence)) is not None:
         return found
     parent = posixpath.dirname(path)
-    for one in [one for one in _left if posixpath.dirname(one.path) == parent]:
-        _left.remove(one)
-        one.abort()
+    for one in [one for one in [*_left.values()] if posixpath.dirname(one.path) == parent]:
+        with contextlib.suppress(OSError, CheckpointError):  # the next save here tries again
+            commit_of(one.storage, one.path).remove_own(one.token, published=one.publishing)
+            _left.pop((one.path, one.token), None)
     protocol = commit_of(storage, path)
-    # The other processes may already be writing for this attempt.
     around = protocol.recover(token=token, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
@@ -302,7 +302,7 @@ def begin(
     ) from problem
 
 
-def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
+def take_over(storage: Storage, path: str, token: str, fence: Fence = None) -> Transaction | None:
     """Continues an attempt with this token whose process has died; None if there is none.
 
     Its files are still there, and may be incomplete.
@@ -310,7 +310,7 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     Raises:
         SaveFailed: its process lives.
     """
-    transaction = Transaction(storage, path, token, False)
+    transaction = Transaction(storage, path, token, False, fence=fence)
     work, writer = transaction.work, f"{transaction.work}/{names.WRITER}"
     committed = work == path and read_small(storage, f"{path}/{names.COMMIT_MARKER}") is not None
     if committed or read_small(storage, writer) != token:

@@ -435,6 +435,31 @@ def test_what_an_abort_could_not_remove_goes_with_the_next_save_beside_it(tmp_pa
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("kind", ["memory", "mounted bucket"])
+@pytest.mark.parametrize("name", ["a", "c"], ids=["there", "beside it"])
+def test_what_the_processes_of_the_next_try_have_written_stays(ram_path, kind, name):
+    """Process 0 begins after them. It removes what it could not remove of the try before."""
+    world, stuck = maker(kind, ram_path)(), [True]
+
+    def before(verb, path):
+        if stuck and verb in ("delete", "delete_files"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    storage, (first, second) = WatchedStorage(world.storage, before), ("1" * 16, "2" * 16)
+    files = [f"{world.path}/state/{names.new_data_file(token)}" for token in (first, second)]
+    storage.make_dir(posixpath.dirname(files[0]))
+    attempt = _transaction.begin(storage, world.path, overwrite=False, token=first)
+    storage.write(files[0], b"1")
+    attempt.abort()
+    assert storage.kind(files[0]) == "file"
+    stuck.clear()
+    storage.write(files[1], b"2")
+
+    _transaction.begin(storage, f"{world.folder}/{name}", overwrite=False, token=second).release()
+
+    assert [storage.kind(file) for file in files] == [None, "file"]
+
+
 def test_a_directory_that_is_filled_while_a_step_replaces_it_stays(tmp_path):
     """It was empty when the save listed what is around it."""
 
