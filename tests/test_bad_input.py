@@ -589,6 +589,7 @@ def mutate_file(path, name, rng):
     rewrite_record(path)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", [*OURS, names.RECORD])
 @pytest.mark.parametrize("seed", range(6))
 def test_lying_metadata_gives_typed_errors(saved, tmp_path, name, seed):

@@ -113,6 +113,7 @@ BEST = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["dir", "store"])
 @pytest.mark.parametrize("name", [*READS, *BEST])
 def test_no_older_or_worse_step_takes_the_place_of_one_that_is_deleted(tmp_path, kind, name):

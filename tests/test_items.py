@@ -328,6 +328,7 @@ def check_the_rest(url):
     return True
 
 
+@pytest.mark.faults
 @places
 @pytest.mark.parametrize("torn", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_crash_while_an_item_is_deleted_leaves_the_step(tmp_path, where, torn):

@@ -525,6 +525,7 @@ def test_a_placeholder_of_orbax_cannot_be_copied(tmp_path):
 # --- crashes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_leaves_all_or_nothing(ram_path, ocdbt, torn):

@@ -962,6 +962,7 @@ KILLED = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("what", KILLED)
 def test_a_kill_leaves_nothing_that_looks_good(ram_path, what):
     """In the middle of the data; and the next one succeeds."""

@@ -335,6 +335,7 @@ def test_several_processes(ram_path, mesh):
 # --- two places --------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("where", ["run", "local"])
 def test_a_flip_with_a_local_tier(ram_path, where):
     """Of the two newest durable steps one is good, and at most nine more are bad."""

@@ -176,6 +176,7 @@ def remove(world, storage):
     commit_of(storage, world.path).remove()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_save_leaves_all_or_nothing(new_world, torn):
     """The checkpoint is not there until it is whole."""
@@ -205,6 +206,7 @@ def test_ctrl_c_leaves_nothing_behind(new_disk):
             return
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_replacement_leaves_the_old_or_the_new(new_disk, torn):
     """At no instant is there none."""
@@ -217,6 +219,7 @@ def test_a_crash_of_a_replacement_leaves_the_old_or_the_new(new_disk, torn):
     assert set(seen) == {1, 2}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
     """A checkpoint with holes is never found, and its name is free at once."""
@@ -230,6 +233,7 @@ def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
     assert set(seen) == {1, None}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("torn", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("before", "act"), [(nothing, save_1), (save_1, replace_with_2), (save_1, remove)]
@@ -255,6 +259,7 @@ def test_a_crash_of_recovery_is_recovered_from(ram_path, new_disk, before, act, 
                 break
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("once", [True, False])
 def test_an_error_at_any_verb_is_raised_and_leaves_all_or_nothing(new_disk, once):
     """Each disk error ends a replacement with SaveFailed, or was about rubbish."""
@@ -322,6 +327,7 @@ class Stalling:
 
 
 # A lock that lapses between two calls of a deletion is not among them: RELIABILITY.md says so.
+@pytest.mark.faults
 @pytest.mark.parametrize(("leftover", "lapses"), [(False, False), (False, True), (True, False)])
 def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
     """One stalls at any call, and the other one saves meanwhile: who is told of success has it."""

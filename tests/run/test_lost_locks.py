@@ -50,6 +50,7 @@ def work(root):
     return there
 
 
+@pytest.mark.faults
 def test_no_order_of_lost_locks_loses_a_step():
     """Every acknowledged step is whole, and the next job saves there."""
     for n in itertools.count(1):

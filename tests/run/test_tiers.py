@@ -1467,6 +1467,7 @@ def test_a_config_may_have_a_local_place(tmp_path):
 # --- crashes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["local", "run"])
 def test_after_a_crash_at_any_change_acknowledged_steps_restore(tmp_path, where):

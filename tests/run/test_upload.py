@@ -106,6 +106,7 @@ def test_an_upload_goes_on_where_it_was_cut_off(source, target):
     assert jaxckpt.verify(f"{target}/3").ok
 
 
+@pytest.mark.faults
 def test_an_upload_that_stalls_at_any_call_harms_no_copy_that_another_job_made(source):
     """That job has taken over the run and the lease, and committed the copy."""
     for at in itertools.count():
@@ -143,6 +144,7 @@ def small(tmp_path_factory):
     return root
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("tries", "is_pinned", "next_job"),
     [
@@ -464,6 +466,7 @@ def _bytes_in(root):
     return sum(path.stat().st_size for path in found if not path.name.startswith("."))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_after_a_crash_at_any_change_the_next_upload_ends_it(tmp_path, target, torn):
     """Until then the step is either not there, or there and whole."""

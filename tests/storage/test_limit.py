@@ -105,6 +105,7 @@ CALLS = {
 MAY_HANG_UNSEEN = {"delete"}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", CALLS)
 def test_every_verb_that_hangs_raises(ram_path, mount, name):
     """In each call that uses it, and the error names the path and the file system."""
