@@ -139,24 +139,6 @@ def test_no_older_or_worse_step_takes_the_place_of_one_that_is_deleted(tmp_path,
     assert moment > 3
 
 
-def test_a_run_with_a_step_that_stays_half_deleted_is_listed_again_once():
-    """The listing before showed as much of it."""
-    root, looks = f"memory://{uuid.uuid4()}/run", []
-    for step in (1, 2, 3):
-        jaxckpt.save(f"{root}/{step}", {"n": step})
-    storage, where = locate(root)
-    lists = []
-    for _ in range(2):
-        looks.clear()
-        found = jaxckpt.restore(watched(root, lambda *look: looks.append(look)))
-        lists.append((int(found["n"]), looks.count(("entries", where))))
-        storage.delete(f"{where}/3/{names.COMMIT_MARKER}")
-
-    (first, once), (then, twice) = lists
-    assert (first, then) == (3, 2)
-    assert twice == once + 1
-
-
 def test_a_job_restores_its_best_step_though_its_own_policy_deletes_the_last_best(tmp_path):
     """It ranked the steps before the save in the background ended."""
     due = []

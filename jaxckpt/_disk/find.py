@@ -453,7 +453,7 @@ def _steps(entries: Entries, kinds: Container[EntryKind] = ("dir",)) -> list[str
 
 
 def _newest_good(
-    storage: Storage, path: str, entries: Entries, *, gone: Sequence[str] = ()
+    storage: Storage, path: str, entries: Entries, *, again: int = LISTINGS - 1
 ) -> Found:
     problems: list[str] = []
     marked: tuple[Found, list[str]] | None = None
@@ -471,10 +471,9 @@ def _newest_good(
         except CheckpointError as error:
             if is_io_failure(error):  # nothing is known of this step, so no earlier one is newest
                 raise
-            is_new = name not in gone and len(gone) < LISTINGS - 1
-            if is_new and is_deleted(storage, f"{path}/{name}"):  # a newer step may have come
+            if again and is_deleted(storage, f"{path}/{name}"):  # a newer step may have come
                 now_ = listing(now(storage), path) or {}
-                return _newest_good(now(storage), path, now_, gone=[*gone, name])
+                return _newest_good(now(storage), path, now_, again=again - 1)
             problems.append(f"{name}: {error}")
             continue
         if found.differences:

@@ -52,13 +52,15 @@ class StepIndex(ListedRoot):
     _saved: set[int] = field(default_factory=set)  # by this process
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
-    _half: set[int] = field(default_factory=set)  # those found deleted since the latest listing
 
     # --- the steps of a run -----------------------------------------------------------------
 
     def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
-        """Lists the root and, at the same time, the newest step of `known`, an earlier listing."""
-        half, self._half = self._half, set()
+        """Lists the root and finds its steps by their names.
+
+        Args:
+            known: An earlier listing. The newest step in it is listed at the same time.
+        """
         self._views.clear()
         steps = sorted(filter(run.is_like_step, known or ()), key=run.number_of)
         self.is_large = self.is_large or len(steps) > _AT_ONCE
@@ -69,7 +71,7 @@ class StepIndex(ListedRoot):
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
         there = {number: name for number, name in steps if number not in self.astray}
-        return Listing(entries=entries, naming=naming, steps=there, half=half)
+        return Listing(entries=entries, naming=naming, steps=there)
 
     def learn_naming(self, entries: Mapping[str, Entry]) -> None:
         """Guesses the naming of new steps from the committed steps, and keeps it.
@@ -163,8 +165,7 @@ class StepIndex(ListedRoot):
             self.report(f"{path} cannot be listed (Permission denied); it is left alone")
         elif not is_known:
             if is_deleted(self.storage, path):
-                listing.gone.update({number} - listing.half)
-                self._half.add(number)
+                listing.gone.add(number)
                 if self.storage.kind(path) is None:
                     return state
             self.report(f"{path} is not a committed step and is left alone")

@@ -46,7 +46,6 @@ class Listing:
     entries: Mapping[str, Entry]
     naming: StepNames
     steps: dict[int, str]  # names by number, in order, regardless of the contents
-    half: set[int]  # those whose deletion had begun before
     gone: set[int] = field(default_factory=set)  # those found to have been deleted since
 
     def directories(self) -> dict[str, int]:

@@ -425,27 +425,6 @@ def test_a_step_that_is_deleted_while_it_is_looked_at_is_no_problem(world):
     assert reader.problems == []
 
 
-@pytest.mark.parametrize("world", ["mounted bucket", "memory"], indirect=True)
-def test_a_step_that_stays_half_deleted_is_listed_again_once(world):
-    """A job that died had begun to delete it, before the newest of the others came."""
-    world.add("1", "2", "3")
-    looks = []
-    reader = world.run(WatchedStorage(world.storage, lambda *look: looks.append(look))).index
-
-    def lists(read):
-        looks.clear()
-        assert read() in ([1, 2], 2)
-        return looks.count(("entries", world.root))
-
-    world.storage.delete(f"{world.root}/3/{names.COMMIT_MARKER}")
-    assert [lists(read) for read in (reader.steps, reader.steps, reader.newest)] == [2, 1, 1]
-    world.write(f"3/{names.COMMIT_MARKER}")
-    assert reader.steps() == [1, 2, 3]
-    world.storage.delete(f"{world.root}/3/{names.COMMIT_MARKER}")
-
-    assert lists(reader.steps) == 2
-
-
 def test_a_guest_sets_no_step_aside_that_is_mended_while_it_takes_the_run_over(world):
     """By the job that owned it until then."""
     first = world.run()
