@@ -229,6 +229,19 @@ class Transaction:
 _left: dict[tuple[str, str | None], Transaction] = {}  # whose files could not be removed
 
 
+def _remove_left(path: str) -> None:
+    """Removes what earlier attempts beside a new one could not remove."""
+    parent = posixpath.dirname(path)
+    for one in [one for one in [*_left.values()] if posixpath.dirname(one.path) == parent]:
+        _left.pop((one.path, one.token), None)
+        if one.path != path:
+            one.abort()
+            continue
+        # Other processes may have begun to write there.
+        with contextlib.suppress(OSError, CheckpointError):  # `recover` tries again
+            commit_of(one.storage, path).remove_own(one.token, published=one.publishing)
+
+
 def unseen(path: str, file: str) -> SaveFailed:
     """Returns the error if process 0 does not see a file that a process has written."""
     return SaveFailed(
@@ -261,10 +274,8 @@ def begin(
     if resumes and token and (found := take_over(storage, path, token, fence)) is not None:
         return found
     parent = posixpath.dirname(path)
-    for one in [one for one in [*_left.values()] if posixpath.dirname(one.path) == parent]:
-        with contextlib.suppress(OSError, CheckpointError):  # the next save here tries again
-            commit_of(one.storage, one.path).remove_own(one.token, published=one.publishing)
-            _left.pop((one.path, one.token), None)
+    if _left:
+        _remove_left(path)
     protocol = commit_of(storage, path)
     around = protocol.recover(token=token, fence=fence)
     if fence is not None and around is not None:

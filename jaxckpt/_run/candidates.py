@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final
 
 from jaxckpt._core.check import as_step
@@ -17,8 +20,8 @@ from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
-from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
-from jaxckpt.multihost import Json, Processes, lead, meeting
+from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat, is_io_failure
+from jaxckpt.multihost import Processes, lead, meeting
 from jaxckpt.types import StepInfo
 
 # Puts the copies of steps in the order to try, given the steps in each root.
@@ -52,7 +55,7 @@ class Candidates:
             # What the disks have only process 0 needs to know; it may judge more than once.
             known: deque[Disks] = deque(maxlen=2)
             judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
-            in_order = partial(self._over_disks, known)
+            in_order = partial(_over_disks, self.roots[-1].index, known)
         name, list_ = f"manager {self._name}/steps/{what}", lambda: [*copies(in_order)]
         found = lead(self.processes, name, list_, where=self._name, meets=True)
         return [Copy(*one) for one in found]
@@ -70,16 +73,6 @@ class Candidates:
 
     def _found(self, steps: Callable[[StepIndex], list[int]], in_order: InOrder) -> list[Copy]:
         return in_order(reachable(self.roots, lambda root: steps(root.index)))
-
-    def _over_disks(
-        self, known: Iterable[Disks], found: Mapping[int, Collection[int]]
-    ) -> list[Copy]:
-        """Returns the copies of steps in the order to try, given what `judge_steps` showed."""
-        disks, others = known
-        index, local = self.roots[-1].index, set().union(*disks, *others)
-        there = found.get(len(self.roots) - 1, ())
-        durable = {n: origin_in(index, n) if n in local else None for n in there}
-        return over_disks(disks, durable, others)
 
     def newest(self) -> int | None:
         """Returns the newest complete step."""
@@ -105,9 +98,7 @@ class Candidates:
         If all disks together have none whole, returns the first: a restore reports what it lacks.
         """
         if _is_apart(self.roots[0]):
-            found = self._alike(what, copies)
-            whole = (copy.step for copy in found if self._is_there(copy))
-            return next(whole, found[0].step if found else None)
+            return self._first_apart(self._alike(what, copies))
         for left in reversed(range(LISTINGS)):
             for copy in copies(newest_first):
                 if is_whole := self.roots[copy.root].index.is_whole(copy.step):
@@ -118,8 +109,19 @@ class Candidates:
                 break
         return None
 
-    def _is_there(self, copy: Copy) -> bool:
-        """Returns whether all processes together have a copy; all of them call this."""
+    def _first_apart(self, copies: Sequence[Copy]) -> int | None:
+        for step, some in groupby(copies, key=itemgetter(0)):
+            failure = None
+            for copy in some:
+                if (is_there := self._is_there(copy)) is True:
+                    return step
+                failure = failure or is_there
+            if failure:  # the disk that failed may have it
+                raise failure
+        return copies[0].step if copies else None
+
+    def _is_there(self, copy: Copy) -> bool | Exception:
+        """Returns whether all processes together have a copy, or an error; all call this."""
         root, run = self.roots[copy.root], self._name
         if copy.is_united:
             with closing((disks := self._coverage(copy.step)).scratch):
@@ -151,14 +153,14 @@ class Candidates:
 
     def _by_metric(self, *, needed: bool) -> Callable[[InOrder], list[Copy]]:
         """Returns what lists the best steps first; if disks are apart, all processes call this."""
-        others = _on_disks(self.roots[0], self._name) if _is_apart(self.roots[0]) else []
+        others = _on_disks(self.roots[0], self._name) if _is_apart(self.roots[0]) else {}
         return partial(self._best_first, others, needed=needed)
 
     def _best_first(
-        self, others: Sequence[StepInfo], in_order: InOrder, *, needed: bool
+        self, others: Mapping[int, Any], in_order: InOrder, *, needed: bool
     ) -> list[Copy]:
         found, nearest = self._with_infos()
-        infos = {info.step: info for info in (*others, *nearest)}.values()
+        infos = [*nearest, *_elsewhere(others, nearest, self._name)]
         ranked, unranked = self.keep.ranked(infos), f"{self._name}: {self.keep.unranked(infos)}"
         if needed and not ranked:
             raise CheckpointNotFound(unranked)
@@ -177,19 +179,53 @@ class Candidates:
         )
 
 
-def _on_disks(local: Root, run: str) -> list[StepInfo]:
-    """Returns the metrics of the steps on the disks of all processes, and of peers."""
-    processes = local.group.job
-    with meeting(processes, f"manager {run}/metrics", _joined, where=run) as met:
+def _over_disks(
+    index: StepIndex, known: Iterable[Disks], found: Mapping[int, Collection[int]]
+) -> list[Copy]:
+    """Returns the copies of steps in the order to try, given what `judge_steps` showed.
+
+    Args:
+        index: The directory, which is the last root.
+    """
+    disks, others = known
+    local = set().union(*disks, *others)
+    there = found.get(1, ())
+    durable = {n: origin_in(index, n) if n in local else None for n in there}
+    return over_disks(disks, durable, others)
+
+
+def _on_disks(local: Root, run: str) -> dict[int, Any]:
+    """Returns to process 0 the metrics of the steps on the disks of all processes, and of peers.
+
+    They are None if they cannot be read now.
+    """
+    told, processes = deque[list[Any]](maxlen=1), local.group.job  # it may judge more than once
+    local.peers.forget()
+    with meeting(processes, f"manager {run}/metrics", told.append, where=run) as met:
         peers = local.peers.there() if processes.index == 0 else []
         there = [local.index, *local.peers.here, *peers]
-        infos = [info for one in there for info in one.infos(one.steps())]
-        met.value = [[info.step, {**info.metrics}] for info in infos]
-    return [StepInfo(step=n, saved_s=0.0, metrics=metrics) for n, metrics in met.value]
+        met.value = [one for index in there for one in _metrics_in(index)]
+    known = [one for given in told for some in given for one in some]
+    return dict(sorted(known, key=lambda one: one[1] is not None))
 
 
-def _joined(given: list[Any]) -> Json:
-    return [one for some in given for one in some]
+def _metrics_in(index: StepIndex) -> list[Any]:
+    with suppress(OSError):  # a restore reports a disk that cannot be read
+        infos, unknown = index.infos(index.steps()), index.unknown
+        bad = [n for n, error in unknown.items() if is_io_failure(error)]
+        return [[one.step, None if one.step in bad else {**one.metrics}] for one in infos]
+    return []
+
+
+def _elsewhere(
+    others: Mapping[int, Any], nearest: Sequence[StepInfo], run: str
+) -> Iterator[StepInfo]:
+    """Yields the metrics of the steps of other disks; OSError if some cannot be read."""
+    for step in others.keys() - {info.step for info in nearest}:
+        if others[step] is None:
+            problem = f"step {step}, which may be the best, cannot be read on the disk of its host"
+            raise OSError(errno.EIO, problem, run)
+        yield StepInfo(step=step, saved_s=0.0, metrics=others[step])
 
 
 def _refuse_others(index: StepIndex) -> list[Copy]:

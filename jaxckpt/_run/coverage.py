@@ -343,18 +343,15 @@ def _united(given: list[Any]) -> Json:
     return [sorted(keys, key=str), _told(who, "chunks"), goes_on, budget_bytes]
 
 
-def is_whole(step: Coverage) -> bool:
+def is_whole(step: Coverage) -> bool | Exception:
     """Returns whether all disks together have every chunk, alike in all; reads no chunk.
 
-    Raises:
-        OSError, ProcessesDisagree: a disk that may have what is missing failed.
+    If a disk failed that may have what is missing, returns an error.
     """
     problem = step.introduce()
     if problem is None and _has_all(step):
         return True
-    if (error := step.failure(problem or f"step {step.step} lacks chunks")) is not None:
-        raise error
-    return False
+    return step.failure(problem or f"step {step.step} lacks chunks") or False
 
 
 def _has_all(step: Coverage) -> bool:

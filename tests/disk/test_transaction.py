@@ -441,29 +441,47 @@ def test_what_an_abort_could_not_remove_goes_with_the_next_save_beside_it(tmp_pa
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("kind", ["memory", "mounted bucket"])
-@pytest.mark.parametrize("name", ["a", "c"], ids=["there", "beside it"])
-def test_what_the_processes_of_the_next_try_have_written_stays(ram_path, kind, name):
-    """Process 0 begins after them. It removes what it could not remove of the try before."""
-    world, stuck = maker(kind, ram_path)(), [True]
+@pytest.fixture(params=["memory", "mounted bucket"])
+def left(request, ram_path):
+    """A world, its storage, and the file that an attempt of the first token could not remove."""
+    world, stuck = maker(request.param, ram_path)(), [True]
 
     def before(verb, path):
         if stuck and verb in ("delete", "delete_files"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
-    storage, (first, second) = WatchedStorage(world.storage, before), ("1" * 16, "2" * 16)
-    files = [f"{world.path}/state/{names.new_data_file(token)}" for token in (first, second)]
-    storage.make_dir(posixpath.dirname(files[0]))
-    attempt = _transaction.begin(storage, world.path, overwrite=False, token=first)
-    storage.write(files[0], b"1")
-    attempt.abort()
-    assert storage.kind(files[0]) == "file"
-    stuck.clear()
-    storage.write(files[1], b"2")
+    def leave(name):
+        file = f"{world.path}/state/{name}"
+        storage.make_dir(posixpath.dirname(file))
+        attempt = _transaction.begin(storage, world.path, overwrite=False, token="1" * 16)
+        storage.write(file, b"1")
+        attempt.abort()
+        stuck.clear()
+        assert storage.kind(file) == "file"
+        return world, storage, file
 
-    _transaction.begin(storage, f"{world.folder}/{name}", overwrite=False, token=second).release()
+    storage = WatchedStorage(world.storage, before)
+    return leave
 
-    assert [storage.kind(file) for file in files] == [None, "file"]
+
+def test_what_the_processes_of_the_next_try_have_written_stays(left):
+    """Process 0 begins after them. It removes what it could not remove of the try before."""
+    world, storage, file = left(names.new_data_file("1" * 16))
+    theirs = f"{world.path}/state/{names.new_data_file('2' * 16)}"
+    storage.write(theirs, b"2")
+
+    _transaction.begin(storage, world.path, overwrite=False, token="2" * 16).release()
+
+    assert [storage.kind(one) for one in (file, theirs)] == [None, "file"]
+
+
+def test_nothing_stays_of_a_failed_save_once_another_begins_beside_it(left):
+    """Whatever its files are called: no attempt is under way there."""
+    world, storage, _ = left(names.new_data_file())
+
+    _transaction.begin(storage, f"{world.folder}/c", overwrite=False, token="2" * 16).abort()
+
+    assert not [one for one in storage.files(world.folder) if one.startswith("a/")]
 
 
 def test_a_directory_that_is_filled_while_a_step_replaces_it_stays(tmp_path):
