@@ -45,8 +45,8 @@ class Candidates:
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         if (chosen := _chosen(step)) == "best":
-            return self._alike("restore", self._by_metric(needed=True))
-        return self._alike("restore", partial(self._copies, chosen))
+            return self._alike("steps", self._by_metric(needed=True))
+        return self._alike("steps", partial(self._copies, chosen))
 
     def _alike(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
         """Returns in all processes what process 0 finds; `what` keeps two questions apart."""
@@ -56,7 +56,7 @@ class Candidates:
             known: deque[Disks] = deque(maxlen=2)
             judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
             in_order = partial(_over_disks, self.roots[-1].index, known)
-        name, list_ = f"manager {self._name}/steps/{what}", lambda: [*copies(in_order)]
+        name, list_ = f"manager {self._name}/{what}", lambda: [*copies(in_order)]
         found = lead(self.processes, name, list_, where=self._name, meets=True)
         return [Copy(*one) for one in found]
 
