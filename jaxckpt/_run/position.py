@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Final, final
+from typing import Any, final
 
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import saved_at
@@ -13,8 +13,6 @@ from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
-
-_MOST_STARTS: Final = 64  # first saves that were interrupted, one after the other
 
 
 @final
@@ -124,7 +122,7 @@ class Position:
             start, local = token[:12], self.roots[0]
             if self.agreed is None and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
-                local.owner.first = " ".join([*local.owner.first.split(), start][-_MOST_STARTS:])
+                local.owner.first = f"{local.owner.first} {start}".strip()
             self._life = cache(partial(self._begin, start, self.agreed))
         return self._life
 
