@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
 import shutil
 import socket
@@ -43,7 +44,7 @@ from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._mounts import Mount
-from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage, simulate
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
 from tests.core.test_plan import array_specs, held
@@ -705,6 +706,35 @@ def test_two_threads_get_the_answers_to_their_own_questions(tmp_path):
             return [one.result() for one in said][:: 1 - 2 * processes.index]
 
     assert simulate(2, run) == [[1, [0, 1, 2]]] * 2
+
+
+def test_a_step_that_cannot_be_read_may_be_the_best(tmp_path):
+    """It is on the disk of another host only. No process gets another step."""
+    ranks, is_bad = jaxckpt.KeepPolicy(metric="loss"), []
+
+    def before(verb, path):
+        if is_bad and verb == "read" and path.endswith(f"host1/share_0/2/{names.RECORD}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def opened(processes):
+        storage, index = WatchedStorage(LocalStorage(), before), processes.index
+        return manager_of(tmp_path, index, storage, every=10, ranks=ranks, **LOCAL)
+
+    def save(processes):
+        with opened(processes) as manager:
+            for step, loss in ((1, 5), (2, 1)):
+                manager.save(step, {"a": step}, metrics={"loss": loss}).result()
+
+    def ask(processes):
+        with opened(processes) as manager:
+            processes.within(30).gather("opened", None)
+            is_bad.append(True)
+            with pytest.raises((OSError, ProcessesDisagree), match="which may be the best"):
+                manager.best_step()
+
+    simulate(2, save)
+    shutil.rmtree(tmp_path / "host0")
+    simulate(2, ask)
 
 
 @pytest.mark.parametrize("what", ["delete", "scrub"])
