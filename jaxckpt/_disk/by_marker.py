@@ -253,15 +253,17 @@ class MarkerCommit(SharedDirectory):
             return
         files = [*self.storage.files(self.path)]  # before the look whose they are
         is_ours = read_small(self.storage, f"{self.path}/{names.WRITER}") == token
+        marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         with contextlib.suppress(SaveFailed):  # another writer has the directory now
-            if is_ours and not self._is_marked():
+            if is_ours and marker is None:
                 self._delete_left(files, late=late)
                 return
-            self.remove_own(token, published=published)
+            if token not in (marker or ""):  # else it is committed
+                self._delete([file for file in files if token in file])
             self._delete([names.WRITER] if is_ours else [])
 
     def remove_own(self, token: str, *, published: bool) -> None:
-        """Removes what has an attempt's name, so needs no lock; unless it may be committed."""
+        """Removes without the lock what has the name of an attempt that ended without a commit."""
         own = [file for file in self.storage.files(self.path) if token in file]
         marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
         if not published and token not in (marker or ""):
