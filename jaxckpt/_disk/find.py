@@ -158,7 +158,7 @@ def newest_committed(storage: Storage, path: str, *, again: int = LISTINGS - 1) 
     """Returns the path of a run's newest committed step, damaged or not; `path` if it has none."""
     root, passed = real(storage, path), list[str]()
     entries: Entries = {}
-    with contextlib.suppress(OSError):  # reading it says so
+    with contextlib.suppress(OSError):  # reading it raises
         entries = listing(storage, root) or {}
     is_run = names.TREE_METADATA not in entries and _CHECKPOINT_MARKS.isdisjoint(entries)
     for name in _steps(entries) if is_run else ():

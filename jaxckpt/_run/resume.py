@@ -107,7 +107,7 @@ class Resume(Candidates):
                 for failed in damaged:
                     self._settle(failed, copy)
                 return -1 if copy.is_united else copies[0].step, copy.step, attempt.value
-            if copy.is_united:  # it says what each disk lacks, too
+            if copy.is_united:  # and names what each disk lacks
                 damaged = [one for one in damaged if one.mark in _BAD or one.copy.step != copy.step]
             damaged.append(attempt)
             failure = failure or attempt.failure

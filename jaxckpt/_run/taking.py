@@ -54,7 +54,7 @@ class Taking:
         main, state, metrics = self.item, given.state, given.metrics
         for name in given.items:
             names.check_item(name, main, names.STATE_ITEM, names.DEFAULT_ITEM)
-        given.taken, given.replicas = [], None  # those of another try are gone
+        given.taken, given.replicas = [], None  # of this try only
         taken, replicas = list[SaveItem](), self.comparisons.begin()
         with meter.phase("snapshot"):
             options: dict[str, Any] = {"zstd": self.zstd, "replicas": replicas}

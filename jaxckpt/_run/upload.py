@@ -287,13 +287,13 @@ class Sending:
     beside: Sequence[str] = ()  # steps that must not share them
     trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
-    bad: dict[str, str] = field(default_factory=dict)  # files that differ from those of older steps
+    bad: dict[str, str] = field(default_factory=dict)  # files that differ from older ones
     sources: Mapping[str, str] = field(default_factory=dict)  # other names in the source
     check: Callable[[], object] = int  # raises if another job has taken the run or the directory
     _made: set[str] = field(default_factory=set)  # files that were not there like this before
     _shared: dict[str, str] = field(default_factory=dict)  # files to link, and to which others
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
-    _there: set[str] = field(default_factory=set)  # files that were there before
+    _there: set[str] = field(default_factory=set)  # files that the target had before
     sent_bytes: int = 0
     found_bytes: int = 0
 

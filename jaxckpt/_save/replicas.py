@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # which needs jax
     from jaxckpt._save.tree_plan import TreePlan
 
 _MOST_NAMED: Final = 8  # differences
-# So many of the processes whose digests should be equal tell one for each shard if they are not.
+# Of processes whose digests should be equal and are not, this many send a digest of each shard.
 _MOST_ASKED: Final = 4
 
 

@@ -41,7 +41,7 @@ from jaxckpt.storage import Storage
 T = TypeVar("T")
 
 _logger: Final = logging.getLogger("jaxckpt")
-_MOST_SUMS: Final = 64  # that a process tells of an item
+_MOST_SUMS: Final = 64  # that a process sends for an item
 _MOST_NAMED: Final = 8  # leaves
 _ALIKE: Final = (
     "An array on devices of one process must be alike in all. Save what all have, such as the "

@@ -29,7 +29,7 @@ _FIRST: Final = frozenset(
     }
 )
 _MOST_BYTES: Final = 16 << 20  # of one file
-_TRIES: Final = 3  # to read what a store lists, and says is missing
+_TRIES: Final = 3  # to read a file that a store lists, and then reports missing
 
 
 def together(storage: Storage, calls: Sequence[Callable[[], Any]]) -> list[Any]:
