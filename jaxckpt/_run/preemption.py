@@ -27,6 +27,7 @@ _logger = logging.getLogger("jaxckpt")
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S: Final = 1.0
+_MOST_NUMBER: Final = 1 << 30  # that jax is asked with at first; its numbers are C's int
 
 Notice = Callable[[], float | None]
 
@@ -98,7 +99,7 @@ class Preemption:
         if self._asked is None or self._asked[0] != step:
             # Not the same flag: the first signal after a notice must not end the program.
             told = self._told or self._deadline_s is not None
-            self._asked = step, told if self._count == 1 else _reached_sync_point(step)
+            self._asked = step, told if self._count == 1 else _sync_point.reached(step)
         if self._asked[1]:
             self._from = step
         return self._asked[1]
@@ -177,10 +178,36 @@ def _has_service() -> bool:
     return bool(getattr(jax.config, "jax_enable_preemption_service", True))
 
 
-def _reached_sync_point(step: int) -> bool:
+class _SyncPoint:
+    """Asks jax's service where all processes stop, for all managers of a program.
+
+    jax compares a number with one more than the highest that any process gave before the signal (0
+    if none). So the numbers have no gaps, whatever the steps do. They are the steps where these
+    have no gaps either, since a program may also ask jax with its step.
+    """
+
+    def __init__(self) -> None:
+        self._step: int | None = None  # for which the service was asked last
+        self._number = 0
+        self._is_reached = False
+
+    def reached(self, step: int) -> bool:
+        if not self._is_reached and step != self._step:
+            is_first = self._step is None and step <= _MOST_NUMBER
+            self._number = step if is_first else self._number + 1
+            # At first, also for a signal that came before, such as while the program compiled.
+            numbers = [self._number] if self._step is not None else [1, self._number]
+            self._step, self._is_reached = step, any(map(_reached, numbers))
+        return self._is_reached
+
+
+_sync_point: Final = _SyncPoint()
+
+
+def _reached(number: int) -> bool:
     from jax.experimental import multihost_utils
 
     try:
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(number)
     except RuntimeError:  # the service was turned off after the start
         return False

@@ -525,6 +525,27 @@ def test_a_signal_to_one_process_saves_one_step_in_all(
     check_root(tmp_path, [1, step])
 
 
+@pytest.mark.parametrize(
+    ("asks", "before"),
+    [
+        ([1, 2], 0),
+        ([51, 52], 0),  # a resumed job that is told while it compiles
+        ([51, 52, 53], 1),
+        ([60, 70, 80], 1),  # `save` is called at every tenth step only
+        ([60, 50, 51], 2),
+        ([5_000_000_000, 5_000_100_000], 1),  # tokens
+    ],
+)
+def test_the_next_call_after_a_signal_hears_it_whatever_the_steps(
+    run_processes, tmp_path, asks, before
+):
+    """jax itself counts each step, from 1 on."""
+    done = run_processes("manages:be_told", count=2, args=[tmp_path, asks, before])
+
+    expected = {"reached": [index >= before for index in range(len(asks))], "all": [asks[before]]}
+    assert [one.result for one in done] == [expected, expected]
+
+
 # --- ending without closing -------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from jaxckpt.format import names
 from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
+from tests.waiting import wait_until
 from tests.workers.saves import mesh_of, put, said
 
 SIZE = 48
@@ -439,6 +440,24 @@ def train_until_told(me, root, max_steps):
         "later": later,
         "handled": len(heard_before),
     }
+
+
+def be_told(me, root, asks, before):
+    """Saves these steps; before one of them a process gets a signal, of which all learn."""
+    from jax._src.distributed import global_state  # no public name tells that jax has heard it
+
+    heard = "PREEMPTION_CURRENT_COUNTER/"
+    reached = []
+    with CheckpointManager(root, save=SavePolicy(every_steps=10**12)) as manager:
+        for index, step in enumerate(asks):
+            if index == before:
+                if me.index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                wait_until(lambda: len(global_state.client.key_value_dir_get(heard)) == me.count)
+            manager.save(step, state_at(index))
+            reached.append(manager.reached_preemption(step))
+        manager.wait_until_finished()
+        return {"reached": reached, "all": manager.all_steps()}
 
 
 def leave_open(me, root, steps, timeout_s):
