@@ -519,6 +519,7 @@ def _wrap_key(plan: LeafPlan, parts: Buffers, impl: str | None) -> jax.Array:
             f"leaf {saved.text}: this jax cannot make a PRNG key of implementation {impl!r}: "
             f"{error}. Register it, or restore uint32{list(data_shape)} with a `like`."
         ) from error
-    if plan.sharding is not None and key.sharding != plan.sharding:
-        return jax.device_put(key, plan.sharding)
-    return key
+    # jax writes out the PartitionSpec of a key, and `device_put` reaches no other process.
+    if plan.sharding is None or key.sharding.is_equivalent_to(plan.sharding, rank):
+        return key
+    return jax.device_put(key, plan.sharding)

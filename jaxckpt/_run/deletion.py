@@ -109,6 +109,7 @@ class Deletion:
                     leased = {*wanted}
                 if any(map(names.is_lease, entries)):
                     self.owner.check()  # reading them took time
+                    self.leases.remove_expired()
                 for name, files in zip(wanted, found, strict=True):
                     if name not in leased and self._delete_step(name, files, claim, asked_for):
                         gone.append(wanted[name])

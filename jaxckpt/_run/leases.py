@@ -42,11 +42,18 @@ class Leases:
         self.doomed_file = f"{index.root}/{names.DOOMED}"
         self.unsettled = False  # whether `doomed` may name steps that this job saves again
         self._leased: list[str] = []  # steps leased by this reader
+        self._expired: list[str] = []  # files that the last look at all leases found expired
 
     def leased(self, entries: Iterable[str]) -> set[str]:
         """Returns the steps under a lease of a reader, given the names in the root."""
-        leases = [self.read(name) for name in entries if names.is_lease(name)]
-        return {lease.step for lease in leases if lease is not None}
+        leases = {name: self.read(name) for name in entries if names.is_lease(name)}
+        self._expired = [name for name, lease in leases.items() if lease is None]
+        return {lease.step for lease in leases.values() if lease is not None}
+
+    def remove_expired(self) -> None:
+        """Removes the leases of dead readers, which else every deletion would read again."""
+        with contextlib.suppress(OSError):
+            self.index.storage.delete_files([f"{self.index.root}/{name}" for name in self._expired])
 
     def check_unchanged(self, step: str) -> None:
         """Raises SaveFailed if a step is being changed."""

@@ -257,20 +257,20 @@ def _work_out(
         ]
         own = sources_of(values, dtypes, plan, [(i, [(box, box)]) for i, box in small])
     planned = TreePlan(flat=flat, placed=tuple(placed), plan=plan, sources=sources, own=own)
-    if any(spec.placement is not None and spec.placement.grid.only for spec in alike.values()):
-        _refuse_hidden(planned.array_paths, specs)
+    mine = None, processes.index
+    if any(_holder(spec) not in mine for spec in alike.values()):
+        hidden = next(i for i, spec in enumerate(specs) if _holder(spec) not in mine)
+        raise UnsupportedLeaf(
+            f"leaf {path_text(planned.array_paths[hidden])} is only on devices of process "
+            f"{_holder(specs[hidden])}, which takes it for a value of its own. Put it on a mesh "
+            "with devices of several processes, or a copy on a device of each process."
+        )
     return planned
 
 
-def _refuse_hidden(paths: Sequence[Path], specs: Sequence[ArraySpec]) -> None:
-    """Rejects arrays on a single process k > 0, which k would take for host values."""
-    for path, spec in zip(paths, specs, strict=True):
-        if spec.placement is not None and spec.placement.grid.only:
-            raise UnsupportedLeaf(
-                f"leaf {path_text(path)} is only on devices of process "
-                f"{spec.placement.grid.only}. Put it on a mesh with devices of process 0 or of "
-                "several processes."
-            )
+def _holder(spec: ArraySpec) -> int | None:
+    """Returns the only process that has a global array."""
+    return None if spec.placement is None else spec.placement.grid.only
 
 
 def _cast(facts: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:

@@ -2869,7 +2869,7 @@ def test_a_step_that_is_deleted_once_it_was_found(tmp_path, call):
 
 
 def test_a_lease_that_has_expired_holds_nothing(tmp_path):
-    """Expired leases of dead readers and invalid leases hold nothing; the next start drops them."""
+    """Nor do invalid ones; the next start drops them, or the next deletion."""
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
         manager.save(1, {"n": 1}).result()
         (tmp_path / names.lease("a")).write_text(json.dumps({"step": "1", "expires_ns": 1}))

@@ -1715,7 +1715,7 @@ def test_a_lease_holds_when_the_clock_of_the_writer_jumps(disk, monkeypatch, day
 
 
 def test_a_lease_keeps_a_step_until_it_expires(world):
-    """Leases of dead readers expire; a file that is none keeps nothing."""
+    """Leases of dead readers expire and go; a file that is none keeps nothing."""
     world.add("1", "2", "3")
     now_ns = time.time_ns()
     world.write(names.lease("a"), run.encode(Lease(step="1", expires_ns=now_ns + 10**12)))
@@ -1725,6 +1725,7 @@ def test_a_lease_keeps_a_step_until_it_expires(world):
 
     assert found.deletion.delete([1, 2, 3]) == [2, 3]
     assert one_step.why_not_deleted(found.leases, 1) == "a reader holds it"
+    assert [*filter(names.is_lease, world.entries())] == [names.lease("a")]
     assert any("treated as missing" in problem for problem in found.index.problems)
 
 

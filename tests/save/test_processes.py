@@ -247,6 +247,22 @@ def test_an_array_that_process_0_cannot_see_is_refused(told):
     ]
 
 
+def test_an_array_of_process_0_alone_is_refused(told):
+    """Process 0 takes it for its copy of a value that each process has."""
+    _, results = told
+    kinds = [result["on 0"]["type"] for result in results]
+
+    assert kinds == ["ProcessesDisagree", "UnsupportedLeaf", "UnsupportedLeaf"]
+    assert "only on devices of process 0" in results[0]["on 0"]["text"]
+
+
+def test_keys_restore_whose_sharding_is_written_in_short(run_processes, tmp_path):
+    """Such as `P()` for an array of them, which jax itself writes as `P(None)`."""
+    done = run_processes("saves:restore_keys", count=2, args=[tmp_path / "a"])
+
+    assert [one.result for one in done] == [True, True]
+
+
 @pytest.mark.parametrize(("case", "kind"), [("restore", "TreeMismatch"), ("like", "TypeError")])
 def test_all_hear_of_a_failed_restore(told, case, kind):
     """No process continues with a tree that another process could not restore."""

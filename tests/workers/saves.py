@@ -80,6 +80,18 @@ def tree(mesh, index=0):
     }
 
 
+def restore_keys(me, path):
+    """Restores an array of keys whose sharding has a shorter PartitionSpec than its rank."""
+    import jax
+
+    alike = jax.sharding.NamedSharding(mesh_of(x=jax.device_count()), jax.sharding.PartitionSpec())
+    make = jax.jit(lambda: jax.random.split(jax.random.key(0), 4), out_shardings=alike)
+    jaxckpt.save(path, {"keys": (keys := make())})
+    got = jaxckpt.restore(path, {"keys": jax.eval_shape(make)}, shardings=alike)["keys"]
+    check_array(jax.random.key_data(got), np.asarray(jax.random.key_data(keys)))
+    return got.sharding.is_equivalent_to(alike, 1)
+
+
 def save_it(path):
     import jax
 
@@ -262,6 +274,7 @@ def disagree(me, root):
         "on one": save(
             {"w": put(np.arange(2, dtype=np.int32), mesh_of(last_devices(), x=2), ("x",))}
         ),
+        "on 0": save({"w": put(np.arange(2, dtype=np.int32), mesh_of(x=2), ("x",))}),
         "full": save(storage=FailingStorage(LocalStorage(), 0, full) if odd else None),
         "no directory": save(
             storage=Elsewhere(LocalStorage(), there=lambda path: "/dev/null/x") if odd else None
