@@ -25,7 +25,7 @@ KEPT = 2
 HANGS_AFTER_S = 30
 
 
-def sweep(folder, subject, kind, number, reads=False, stride=1):
+def sweep(folder, subject, kind, number, reads=False, stride=1, first=1):
     """Has the first event fail, then the second, and so on, until none is left that could.
 
     Says of each trial what was raised, and what was wrong with what came of it: None, if nothing.
@@ -33,10 +33,10 @@ def sweep(folder, subject, kind, number, reads=False, stride=1):
     Args:
         subject: The name of a class of this module.
         kind, number, reads: As `zygote.arm` takes them.
-        stride: Tries every so-manieth event only.
+        stride, first: Tries every so-manieth event only, from this one on.
     """
     trials = globals()[subject](Path(folder))
-    for n in itertools.count(1, stride):
+    for n in itertools.count(first, stride):
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
         trials.prepare(n)
         raised = None
