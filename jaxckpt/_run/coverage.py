@@ -362,12 +362,7 @@ def _has_all(step: Coverage) -> bool:
         disks = [*disks, *(disk for disk in there if disk.found.origin == mine.save)]
     name = step._named("units")
     with meeting(step.processes, name, _have_all, where=name) as led:
-        lacks = [np.zeros(1, bool)]  # by number of a checksum; one more, for a step without any
-        for item, count in mine.outline.sums.items():
-            lacks.append(np.ones(count, bool))
-            for disk in disks:
-                lacks[-1][[*disk.units(item)]] = False
-        led.value = np.packbits(np.concatenate(lacks)).tobytes().hex()
+        led.value = hex(reduce(and_, (disk.lacks() for disk in disks), -1))
     return led.value
 
 

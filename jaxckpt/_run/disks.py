@@ -7,22 +7,25 @@ entry      a chunk, or a file of one process, with the checksums to record of it
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import chain, product
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from jaxckpt._disk.checksums import units_by_key
 from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table
 from jaxckpt._disk.reader import keys_here, read_leaves
 from jaxckpt._inspect.verify import reads_here
-from jaxckpt.errors import UnsupportedFormat
+from jaxckpt._run.index import StepIndex
+from jaxckpt.errors import CheckpointError, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_leaves
 from jaxckpt.format.step import MAX_RECORD_BYTES, Record, decode_record
@@ -124,11 +127,14 @@ class Disk:
                 self.items[name] = open_tree(found, name)
         self.outline = encode_outline(found, self.items)
 
-    def units(self, name: str) -> Iterator[int]:
-        """Yields the numbers of the checksums of what is here of an item."""
-        item = self.items[name]
-        for _, _, units in units_by_key(item.tree.leaves, keys_here(item)):
-            yield from units
+    def lacks(self) -> int:
+        """Returns a number with a bit for each checksum, set if its chunk is not here."""
+        bits = [np.zeros(1, bool)]  # one more, for a step without any
+        for _, item in sorted(self.items.items()):
+            bits.append(np.ones(self.found.recorded(item.path)[names.CHUNK_SUMS].size // 4, bool))
+            for *_, units in units_by_key(item.tree.leaves, keys_here(item)):
+                bits[-1][[*units]] = False
+        return int(np.packbits(np.concatenate(bits)).tobytes().hex(), 16)
 
     def entries(
         self, wanted: AbstractSet[Wanted], budget_bytes: int, failed: _Failed = lambda *_: None
@@ -153,6 +159,28 @@ class Disk:
             if name is None and file in recorded:
                 found[name, file] = Entry("", self.found.read(self.found.path, file))
         return found
+
+
+def lacking(indexes: Iterable[StepIndex], steps: Iterable[int]) -> list[Any]:  # JSON
+    """Returns what each root on this disk lacks of some steps, for `whole_of`."""
+    told = []
+    for index, step in product(indexes, steps):
+        try:
+            disk = Disk(find(index.storage, index.path(step)))
+            told.append([step, disk.found.origin, hex(disk.lacks())])
+        except FileNotFoundError:
+            pass
+        except (CheckpointError, OSError, ValueError):  # it may have all of it, and be mended
+            told.append([step, "", "0"])
+    return told
+
+
+def whole_of(given: Sequence[Any]) -> list[int]:
+    """Returns the steps of which all disks together may have every chunk, of one save."""
+    lacks: dict[tuple[int, str], int] = {}
+    for step, save, bits in chain(*given):
+        lacks[step, save] = lacks.get((step, save), -1) & int(bits, 16)
+    return sorted({step for (step, _), bits in lacks.items() if not bits})
 
 
 def read_entry(storage: Storage, entry: Entry) -> bytes:

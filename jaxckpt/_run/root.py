@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Disks, Saved, over_disks
@@ -32,7 +33,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
-from jaxckpt.multihost import Group, Json, first_of, text_of
+from jaxckpt.multihost import Group, Json, first_of, meeting, text_of
 from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
@@ -60,6 +61,8 @@ class Root:
     group: Group  # of the processes that have it; each its own, on the disk of a host
     peers: Peers = field(default_factory=Peers)
     lives: dict[int, Saved] = field(default_factory=dict)  # of steps read here or elsewhere
+    # The steps that process 0 lacks, though the other disks together may have them whole.
+    lone: set[int] = field(default_factory=set)
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -164,11 +167,23 @@ class Root:
             gone = [n for n in gone if n < good]
         return gone
 
-    def follow(self, info: StepInfo, stay: Collection[int]) -> None:
-        """Records a commit and deletes steps as process 0 did, if each process has its own root."""
-        self.index.remember(info)
-        there = {*self.index.steps(), *self.index.astray}
-        self.index.astray.difference_update(self.deletion.delete(sorted(there - {*stay})))
+    def follow(self, info: StepInfo, life: Life, stay: Collection[int], *, is_good: bool) -> None:
+        """Records a commit and deletes steps as process 0 did, if each process has its own root.
+
+        Of the steps that process 0 lacks, those stay that the policy keeps.
+
+        Args:
+            stay: The steps that process 0 has.
+            is_good: As `committed` returned there.
+        """
+        index = self.index
+        index.remember(info)
+        if life != self._life:
+            self._leave_behind(info.step, life)
+        gone = {*index.steps()} - self.lone | index.astray
+        index.astray.difference_update(self.deletion.delete(sorted(gone - {*stay})))
+        self._verified.update([info.step] if is_good else [])
+        self.tidy(lambda: stay)
 
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""
@@ -359,6 +374,34 @@ def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> int | None:
     """
     whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
     return next((n for n in whole if most is None or n <= most), None)
+
+
+def learn_lone(root: Root, name: str) -> None:
+    """Learns which steps process 0 lacks; parts that cannot become whole are to be deleted.
+
+    Args:
+        name: Of the save after which all processes call this, each with its own root.
+    """
+    from jaxckpt._run.disks import lacking, whole_of
+
+    job, where, index, here = root.group.job, root.index.root, root.index, list[int]()
+    with (
+        meeting(job, f"{name}/steps", _not_in_first, where=where) as met,
+        contextlib.suppress(OSError),  # `follow` raises it
+    ):
+        met.value = here = index.steps()
+    new = {*met.value} - root.lone
+    if new and not root.peers.urls:  # else peers may have the rest
+        with meeting(job, f"{name}/whole", whole_of, where=where) as met:
+            met.value = lacking([index, *root.peers.here], new)
+    root.lone.update(met.value)
+    index.astray.update(new.difference(root.lone).intersection(here))
+
+
+def _not_in_first(given: list[Any]) -> list[int]:
+    """Returns the steps that others have, unless those of the first are unknown."""
+    first, *others = given
+    return [] if first is None else sorted({*chain(*filter(None, others))}.difference(first))
 
 
 def judge_steps(root: Root, judge: Callable[[Disks, Disks], Json], *, run: str) -> Any:  # JSON

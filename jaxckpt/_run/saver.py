@@ -22,7 +22,7 @@ from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption, what_fits
-from jaxckpt._run.root import Root, look_at, open_roots
+from jaxckpt._run.root import Root, learn_lone, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sender import Upload
 from jaxckpt._run.taking import Given, Taking
@@ -422,18 +422,22 @@ class Saver:
         marked = () if request.replicas is None else request.replicas.marked
         info = StepInfo(step=step, saved_s=time.time(), metrics=dict(metrics), differences=marked)
         name = f"{request.name}/kept"
+        life = request.life() if tiers is not None and root is tiers.local else None
+        if life is not None and root.group.part is not None:
+            learn_lone(root, name)
         with leading(self._processes, name, where=self._index.root) as led:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload)
-                life = request.life() if tiers is not None and root is tiers.local else None
                 is_good = root.committed(info, life, tiers.uploader.steps if tiers else tuple)
                 led.value = [is_good, tiers and tiers.decided()]
         is_good, decided = led.value
         if not is_good:
             self.incremental.clear()
+        if life is not None and root.group.follows:
+            root.follow(info, life, decided["stay"], is_good=is_good)
         if tiers is not None:
-            tiers.follow_decided(decided, info if root is self._root else None)
+            tiers.follow_decided(decided)
         if self._options.on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._options.on_commit(timing)

@@ -26,7 +26,6 @@ from jaxckpt._run.uploader import MEET_S, Uploader
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Group, Json, Processes, Single, lead, raise_first
 from jaxckpt.storage import PathIn, free_bytes, real
-from jaxckpt.types import StepInfo
 
 # The space that a save needs, relative to its values, and the least space beyond them.
 _ROOM: Final = 1.02
@@ -157,13 +156,10 @@ class Tiers:
         attempts, urgent = self.uploader.attempts(), self.uploader.urgent
         return {"stay": self.local.index.steps(), "uploads": attempts, "urgent": urgent}
 
-    def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
-        """Does on this process's disk what process 0 decided, after a local commit if given."""
-        if decided is None or self.sender.processes.index == 0:
-            return
-        if info is not None:
-            self.local.follow(info, decided["stay"])
-        self.uploader.follow(decided["uploads"], decided["urgent"])
+    def follow_decided(self, decided: Any) -> None:
+        """Uploads this process's parts of the steps that process 0 uploads."""
+        if decided is not None and self.sender.processes.index:
+            self.uploader.follow(decided["uploads"], decided["urgent"])
 
     def wait_for(
         self, step: int, upload: Upload | None, saved: Callable[[], None], timeout_s: float | None

@@ -48,11 +48,15 @@ def check(state, step):
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, step)
 
 
-def opened(root, host, read, peers=(), fault=lambda verb, path: None, **options):
+def opened(
+    root, host, read, peers=(), fault=lambda verb, path: None, every=2, of_local=None, **options
+):
     """A manager of a host; `read` gets the size of what it reads of values in the directory.
 
     Args:
         fault: Called with each verb and path on the disk of the host; it may raise.
+        every: Which steps go to the directory.
+        of_local: Further options of the local tier.
     """
     import jaxckpt
     from jaxckpt.storage import LocalStorage, PathIn
@@ -62,15 +66,15 @@ def opened(root, host, read, peers=(), fault=lambda verb, path: None, **options)
         if verb == "read_into":
             read.append(path)
 
-    every = jaxckpt.SavePolicy(every_steps=1)
+    of_local = {"save": jaxckpt.SavePolicy(every_steps=1), **(of_local or {})}
     return jaxckpt.CheckpointManager(
         PathIn(WatchedStorage(LocalStorage(), before), f"{root}/run"),
-        save=jaxckpt.SavePolicy(every_steps=2),
+        save=jaxckpt.SavePolicy(every_steps=every),
         local=jaxckpt.LocalTier(
             PathIn(WatchedStorage(LocalStorage(), fault), f"{root}/host{host}/local"),
-            save=every,
             durable_timeout_s=10,
             peers=peers,
+            **of_local,
         ),
         timeout_s=20,
         **options,
@@ -96,6 +100,26 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
             me.reach(f"saved {step}")
         manager.wait_until_finished()
         return {"start": start, "read": before, "problems": manager.problems}
+
+
+def keep_best(me, root, hosts, losses, replicas):
+    """Restores, and saves a step for each loss, every third one in the directory too.
+
+    Returns:
+        For each of these steps, the steps that its disk has afterwards; and the best of all.
+    """
+    import jaxckpt
+
+    ranks = jaxckpt.KeepPolicy(metric="loss")
+    local, there = {"keep": jaxckpt.KeepPolicy(last=1, best=1, metric="loss")}, []
+    with opened(root, hosts[me.index], [], keep=ranks, every=3, of_local=local) as manager:
+        _, start = manager.restore_or(init_of(replicas))
+        for step, loss in enumerate(losses, start + 1):
+            manager.save(step, state_at(step, replicas), metrics={"loss": loss}).result()
+            manager.wait_until_finished()
+            share = Path(f"{root}/host{hosts[me.index]}/local/share_0")
+            there.append(sorted(int(path.name) for path in share.glob("[0-9]")))
+        return there, manager.best_step()
 
 
 def stand_by(me, root, hosts, replicas):

@@ -145,6 +145,24 @@ def test_after_two_first_saves_that_were_interrupted_the_run_begins_anew(zygote,
     assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
 
 
+@pytest.mark.parametrize("replicas", [2, 1], ids=["whole", "part"])
+def test_a_new_disk_of_process_0_deletes_no_best_step_on_another(zygote, ram_path, replicas):
+    """It stays as long as the policy keeps it. A part that cannot become whole goes."""
+    two = {"count": 2, "function": children.keep_best}
+    run(zygote, ram_path, [0, 1], [5, 1, 7, 8], replicas, **two)
+    wipe(ram_path, 0)
+
+    here, there = run(zygote, ram_path, [0, 1], [9, 9], replicas, **two)
+
+    if replicas == 2:
+        assert here == [[[5], [6]], 2]
+        assert there == [[[2, 5], [2, 6]], 2]
+        _, there = run(zygote, ram_path, [0, 1], [0.5, 9], replicas, **two)
+        assert there == [[[7], [7, 8]], 7]
+    else:
+        assert here == there == [[[4], [5]], 3]  # which the directory has
+
+
 def test_what_another_number_of_processes_saved_later_counts(zygote, ram_path):
     """The newest step of the run has a lower number than the steps that it left in the shares."""
     run(zygote, ram_path, [0, 1], 5, 1, False, count=2)
