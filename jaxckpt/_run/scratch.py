@@ -86,7 +86,8 @@ class Scratch:
         self.disks = self.open([self.share])
         self.has_own = bool(self.disks)
         try:
-            self.is_damaged = not self.has_own and self.step in self.share.steps()
+            # What has its name was committed once, also if it lacks the marker.
+            self.is_damaged = not self.has_own and self.step in self.share.listing().steps
             for disk in self.disks:
                 check_sizes(disk.found)
         except FAILURES as error:

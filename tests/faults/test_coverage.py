@@ -20,6 +20,7 @@ from tests.faults import coverage_children as children
 from tests.faults.jobs import started
 
 FOUR = [0, 1, 2, 3]
+MARKER, RECORD = [names.COMMIT_MARKER], [names.RECORD]
 STEPS = 3  # the directory has the second one
 
 
@@ -128,6 +129,17 @@ def test_a_first_save_that_one_host_did_not_commit_is_nothing(zygote, ram_path):
     shutil.rmtree(ram_path / "host1/local/share_0/1")
 
     assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
+
+
+@pytest.mark.parametrize("lost", [MARKER, RECORD, MARKER + RECORD], ids=" ".join)
+def test_a_first_step_that_lost_its_marker_was_committed(zygote, ram_path, lost):
+    """The run does not begin anew."""
+    run(zygote, ram_path, [0, 1], 1, 1, False, count=2)
+    for name in lost:
+        (ram_path / "host1/local/share_0/1" / name).unlink()
+
+    said = run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume)
+    assert all(one.startswith("CheckpointNotFound") for one in said)
 
 
 def test_after_two_first_saves_that_were_interrupted_the_run_begins_anew(zygote, ram_path):
