@@ -173,7 +173,8 @@ class Ownership:
             known: An earlier listing of the root.
         """
         self.token = secrets.token_hex(8)
-        self.first = self.first or (before.first if before else "")
+        starts = [*(before.first.split() if before else ()), *self.first.split()]
+        self.first = " ".join(dict.fromkeys(starts))
         read = [] if self._ledger is None else [partial(self._ledger.read, known)]
         try:
             together(self._index.storage, [partial(self._write, before), *read])

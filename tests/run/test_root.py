@@ -789,6 +789,20 @@ def test_a_run_of_a_job_that_lives_is_not_taken_by_opening_it(world):
     assert world.entries() == set()
 
 
+def test_a_job_that_takes_the_run_over_keeps_the_starts_that_wrote_to_the_disk(world):
+    """Also after a first save of its own began, beside the other job."""
+    first, second = world.run(), world.run()
+    first.owner.open()
+    first.owner.first = "a"
+    first.owner.fence()
+    second.owner.open()
+
+    second.owner.first = "b"
+    second.owner.fence()
+
+    assert second.index.owner().first == "a b"
+
+
 def test_a_job_that_was_opened_for_writing_ends_its_lock(world):
     """After `close`, also twice, the next one owns the run at once."""
     first = world.run()
