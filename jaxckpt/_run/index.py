@@ -394,6 +394,7 @@ class StepIndex(ListedRoot):
     def remember(self, info: StepInfo) -> None:
         """Records a step that this process has committed."""
         self._infos[info.step] = info
+        self.unknown.pop(info.step, None)
         self._saved.add(info.step)
         self._committed.add(posixpath.basename(self.path(info.step)))
 
@@ -404,6 +405,7 @@ class StepIndex(ListedRoot):
         self._whole.discard(name)
         self._saved.discard(number)
         self._infos.pop(number, None)
+        self.unknown.pop(number, None)
 
     def doubt(self, steps: Iterable[str]) -> None:
         """Drops the facts about steps that may be gone, by their directories."""

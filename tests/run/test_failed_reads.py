@@ -299,6 +299,27 @@ def test_a_policy_by_time_deletes_nothing_after_a_step_that_it_cannot_read(tmp_p
         assert manager.all_steps() == [0, 2, 3, 4, 9]  # 4 would go if 2 were from today
 
 
+@pytest.mark.parametrize(("by", "first"), [("manager", 3), ("hand", 3), ("hand", 4)])
+def test_a_step_that_could_not_be_read_does_not_matter_once_it_is_gone(tmp_path, by, first):
+    """The policy goes on to delete, and another step of its number may be the best."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).result()
+    place = PathIn(failing_once(tmp_path / "3" / names.RECORD), str(tmp_path))
+    keep = KeepPolicy(last=1, every_seconds=100, metric="loss")
+
+    with CheckpointManager(place, keep=keep) as manager:
+        with pytest.raises(OSError, match="Input/output error"):
+            manager.best_step()
+        manager.delete(3) if by == "manager" else shutil.rmtree(tmp_path / "3")
+        for step in range(first, 6):
+            manager.save(step, state(step), metrics={"loss": step}).result()
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [1, 5]
+        assert manager.best_step() == 5
+
+
 def test_the_ledger_of_earlier_starts_stays_if_it_cannot_be_read(tmp_path):
     """The line of this start is added once it can be."""
     for step in (1, 2):
