@@ -269,6 +269,20 @@ class MarkerCommit(SharedDirectory):
         if not published and token not in (marker or ""):
             self.storage.delete_files([f"{self.path}/{file}" for file in own])
 
+    def abort_again(self, token: str, *, published: bool) -> None:
+        """Removes, under a new lock, the files of an attempt that ended without a commit.
+
+        What has the name of another attempt stays.
+
+        Raises:
+            SaveFailed: the lock of the attempt, or of another writer, is still held.
+        """
+        files = self.storage.files(self.path)  # before the look whose they are
+        if published or read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
+            self.remove_own(token, published=published)
+        elif not self.remove_left([f for f in files if token in f or not names.is_of_attempt(f)]):
+            raise SaveFailed(f"{self.path}: {self._LEFT_ALONE}")
+
     def remove(
         self,
         files: Files = None,

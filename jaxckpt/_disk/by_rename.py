@@ -106,7 +106,7 @@ class RenameCommit(Attempts):
         if read_small(self.storage, f"{work}/{names.WRITER}") in mine:
             self.storage.delete(work)
 
-    remove_own = abort  # the directory is of one attempt
+    remove_own = abort_again = abort  # the directory is of one attempt, and the lock not asked for
 
     def remove(
         self, files: object = None, *, check: Check = int, renamed: Check = int, **_: object

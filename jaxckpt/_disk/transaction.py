@@ -232,14 +232,15 @@ _left: dict[tuple[str, str | None], Transaction] = {}  # whose files could not b
 def _remove_left(path: str) -> None:
     """Removes what earlier attempts beside a new one could not remove."""
     parent = posixpath.dirname(path)
-    for one in [one for one in [*_left.values()] if posixpath.dirname(one.path) == parent]:
-        _left.pop((one.path, one.token), None)
-        if one.path != path:
-            one.abort()
+    for key, one in [*_left.items()]:
+        if posixpath.dirname(one.path) != parent:
             continue
-        # Other processes may have begun to write there.
-        with contextlib.suppress(OSError, CheckpointError):  # `recover` tries again
-            commit_of(one.storage, path).remove_own(one.token, published=one.publishing)
+        protocol = commit_of(one.storage, one.path)
+        # At the path of the new attempt, its other processes may have begun to write.
+        remove = protocol.remove_own if one.path == path else protocol.abort_again
+        with contextlib.suppress(OSError, CheckpointError):  # the next save here tries again
+            remove(one.token, published=one.publishing)
+            _left.pop(key, None)
 
 
 def unseen(path: str, file: str) -> SaveFailed:

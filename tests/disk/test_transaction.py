@@ -484,6 +484,33 @@ def test_nothing_stays_of_a_failed_save_once_another_begins_beside_it(left):
     assert not [one for one in storage.files(world.folder) if one.startswith("a/")]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_another_job_has_written_there_since_stays(left, has_begun):
+    """Its process 0 may come after its other processes."""
+    world, storage, file = left(names.new_data_file("1" * 16))
+    theirs = f"{world.path}/state/{names.new_data_file('3' * 16)}"
+    storage.write(theirs, b"3")
+    if has_begun:
+        storage.write(f"{world.path}/{names.WRITER}", b"3" * 16)
+
+    _transaction.begin(storage, f"{world.folder}/c", overwrite=False, token="2" * 16).abort()
+
+    assert [storage.kind(one) for one in (file, theirs)] == [None, "file"]
+
+
+def test_a_failed_save_whose_lock_is_still_held_is_removed_later(left):
+    """A store may not have heard that it was released."""
+    world, storage, file = left(names.new_data_file())
+    hold = storage.hold(f"{world.path}/{names.WRITER}", b"1" * 16)
+
+    _transaction.begin(storage, f"{world.folder}/c", overwrite=False, token="2" * 16).abort()
+    assert storage.kind(file) == "file"
+    hold.release()
+    _transaction.begin(storage, f"{world.folder}/c", overwrite=False, token="3" * 16).abort()
+
+    assert storage.kind(file) is None
+
+
 def test_a_directory_that_is_filled_while_a_step_replaces_it_stays(tmp_path):
     """It was empty when the save listed what is around it."""
 
