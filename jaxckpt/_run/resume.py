@@ -20,9 +20,10 @@ from jaxckpt.errors import (
     CheckpointTimeout,
     CorruptCheckpoint,
     ProcessesDisagree,
+    is_io_failure,
 )
 from jaxckpt.format import names
-from jaxckpt.multihost import lead, meet
+from jaxckpt.multihost import Meeting, lead, meet
 from jaxckpt.storage import check_listed
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class NeverWhole(CheckpointNotFound):
 # The errors that mean a damaged step, by their mark in a report.
 _DAMAGE: Final = {"marked": _Marked, "corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 _BAD: Final = ("marked", "corrupt")  # damage and not a lack
+_FAILED: Final = "failed"  # the mark of an I/O error of the disk of one host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +177,15 @@ class Resume(Candidates):
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
+        if error is not None and root.group.part is not None and is_io_failure(error):
+            mark = _FAILED  # other disks, or the directory, may have the step
         name, where = f"manager {self._name}/restored", f"restoring {root.index.path(step)}"
         met = meet(self.processes, name, socket.gethostname(), error, mark=mark, where=where)
-        if met.problems and not any(met.marks.values()):
-            own = None if isinstance(error, ProcessesDisagree) else error
-            met.check(own, f"step {step} of {root.index.root} was not restored")
+        what, failure = f"step {step} of {root.index.root} was not restored", None
+        if not any(met.marks.values()):
+            met.check(None if isinstance(error, ProcessesDisagree) else error, what)
+        if _FAILED in met.marks.values():
+            failure = _error_of(met, error if mark == _FAILED else None, what)
         who, problem = next(
             ((i, met.problems[i]) for i, found in met.marks.items() if found), (0, None)
         )
@@ -189,7 +195,13 @@ class Resume(Candidates):
         if problem is not None and not mark:
             error = self._other_failed(copy, problem) if worst in _BAD else None
         return _Attempt(
-            copy=copy, value=value, problem=problem, mark=worst, error=error, is_mine=bool(mark)
+            copy=copy,
+            value=value,
+            problem=problem,
+            mark=worst,
+            error=error,
+            is_mine=bool(mark),
+            failure=failure,
         )
 
     def _try_united(
@@ -203,7 +215,7 @@ class Resume(Candidates):
                 attempt = self._try(
                     copy, reading, avoids_marked=avoids_marked, index=disks.scratch.index
                 )
-                if attempt.problem is None or attempt.mark == "marked":
+                if attempt.problem is None or attempt.mark == "marked" or attempt.failure:
                     break
                 error = attempt.error if attempt.is_mine else None
                 problem = disks.complete(error)
@@ -260,6 +272,15 @@ class Resume(Candidates):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
         elif good.step != step or not root.mend(step, self.roots[good.root].index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)
+
+
+def _error_of(met: Meeting, own: Exception | None, where: str) -> Exception | None:
+    """Returns what `Meeting.check` raises: if no other copy of the step is whole, it is raised."""
+    try:
+        met.check(own, where)
+    except Exception as error:
+        return error
+    return None
 
 
 def _same(wanted: int, reading: Callable[..., T], index: StepIndex, step: int, check: Check) -> T:

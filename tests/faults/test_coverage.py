@@ -93,6 +93,26 @@ def test_a_disk_that_fails_hides_no_step(zygote, ram_path, verb, part, code):
     assert run(zygote, ram_path, [1, 0], 1, 0, verb, part, code, 1, **two) == [STEPS, STEPS]
 
 
+@pytest.mark.parametrize(
+    ("steps", "replicas", "times", "wanted"),
+    [(3, 1, 1, 3), (3, 2, 99, 3), (2, 1, 99, 2), (3, 1, 99, None)],
+    ids=["once", "others have it", "the directory has it", "nobody else has it"],
+)
+def test_a_failed_read_of_a_step_that_all_disks_have_ends_no_restore(
+    zygote, ram_path, steps, replicas, times, wanted
+):
+    """It is read again, then from elsewhere. No older step is restored."""
+    run(zygote, ram_path, [0, 1], steps, replicas, False, count=2)
+    fault = (1, "read_into", f"share_0/{steps}/state/", errno.EIO, times)
+
+    said = run(zygote, ram_path, [0, 1], replicas, *fault, count=2, function=children.resume)
+
+    if wanted:
+        assert said == [wanted, wanted]
+    else:
+        assert all(os.strerror(errno.EIO) in one for one in said)
+
+
 @pytest.mark.parametrize("steps", [STEPS, STEPS - 1], ids=["local", "uploaded"])
 def test_a_disk_that_fails_makes_no_older_step_the_latest(zygote, ram_path, steps):
     """All processes raise, as in a restore, unless the directory has the step."""
