@@ -187,12 +187,17 @@ class _Home:
             f"{root}: steps {gone} are of an earlier life of this run, which has step "
             f"{newest.step} now: it went on without them. They are not restored, and deleted after "
             "the next save there. To keep one: "
-            f"jaxckpt fork {root}/{posixpath.basename(index.path(gone[-1]))} NEW"
+            f"{_copying(root)} {root}/{posixpath.basename(index.path(gone[-1]))} NEW"
             for root, gone in others.items()
             if gone and newest is not None
         ]
         problems, gone = [*index.problems, *self.problems, *told], others.pop(index.root)
         return {"root": index.root, "others": others, "astray": gone, "problems": problems}
+
+
+def _copying(root: str) -> str:
+    """Returns the command that copies a step, of which a share may have only a part."""
+    return "cp -r" if names.shares([posixpath.basename(root)]) else "jaxckpt fork"
 
 
 def _of_disks(given: Sequence[Any]) -> Any:  # JSON

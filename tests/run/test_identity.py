@@ -318,6 +318,7 @@ def test_a_disk_that_comes_back_is_older_than_what_the_run_did_since(tmp_path, t
         assert manager.restore()["of"] == "second life"
         [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
         assert "steps [5, 6] are of an earlier life of this run" in warning
+        assert f"To keep one: jaxckpt fork {tmp_path / 'nvme' / '6'} NEW" in warning
         assert of(tmp_path / "nvme" / "6") == "first life 6"  # until the next save
         manager.save(5, {"of": "third life"}).durable()
         assert manager.restore()["of"] == "third life"
