@@ -61,8 +61,9 @@ class Root:
     group: Group  # of the processes that have it; each its own, on the disk of a host
     peers: Peers = field(default_factory=Peers)
     lives: dict[int, Saved] = field(default_factory=dict)  # of steps read here or elsewhere
-    # The steps that process 0 lacks, though the other disks together may have them whole.
-    lone: set[int] = field(default_factory=set)
+    # The steps that process 0 lacked, though the other disks together may have them whole; None
+    # before the first commit of this job.
+    lone: set[int] | None = None
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -181,7 +182,7 @@ class Root:
         index.remember(info)
         if life != self._life:
             self._leave_behind(info.step, life)
-        gone = {*index.steps()} - self.lone | index.astray
+        gone = {*index.steps()}.difference(self.lone or ()) | index.astray
         index.astray.difference_update(self.deletion.delete(sorted(gone - {*stay})))
         self._verified.update([info.step] if is_good else [])
         self.tidy(lambda: stay)
@@ -380,23 +381,28 @@ def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> int | None:
 def learn_lone(root: Root, name: str) -> None:
     """Learns which steps process 0 lacks; parts that cannot become whole are to be deleted.
 
+    Only once in a job, since a disk is replaced between two.
+
     Args:
         name: Of the save after which all processes call this, each with its own root.
     """
     from jaxckpt._run.disks import lacking, whole_of
 
     job, where, index, here = root.group.job, root.index.root, root.index, list[int]()
+    if root.lone is not None:
+        return
     with (
         meeting(job, f"{name}/steps", _not_in_first, where=where) as met,
         contextlib.suppress(OSError),  # `follow` raises it
     ):
         met.value = here = index.steps()
-    new = {*met.value} - root.lone
-    if new and not root.peers.urls:  # else peers may have the rest
+    lacked = whole = met.value
+    if lacked and not root.peers.urls:  # else peers may have the rest
         with meeting(job, f"{name}/whole", whole_of, where=where) as met:
-            met.value = lacking([index, *root.peers.here], new)
-    root.lone.update(met.value)
-    index.astray.update(new.difference(root.lone).intersection(here))
+            met.value = lacking([index, *root.peers.here], lacked)
+        whole = met.value
+    root.lone = {*whole}
+    index.astray.update({*lacked}.difference(whole).intersection(here))
 
 
 def _not_in_first(given: list[Any]) -> list[int]:
