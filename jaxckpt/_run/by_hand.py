@@ -115,9 +115,9 @@ class ByHand:
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
         newest = self.newest()
-        if (local := self.roots[0]).group.part is not None:
+        if self.roots[0].group.part is not None:
             judge = partial(newest_whole, most=self.saver.position.floor)
-            found = judge_steps(local, judge, run=self.run)
+            found = judge_steps(self.roots, judge)
             newest = max((n for n in (newest, found) if n is not None), default=None)
         self.saver.went_back(newest, good=newest)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -14,18 +14,23 @@ from typing import Any, Final
 
 from jaxckpt._core.check import as_step
 from jaxckpt._disk.find import LISTINGS
-from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks
+from jaxckpt._run.copies import (
+    Copy,
+    Told,
+    newest_first,
+    of_one_save,
+    over_disks,
+    saves_in,
+    went_on,
+)
 from jaxckpt._run.coverage import Coverage, is_whole
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import Root, judge_steps, reachable
+from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
 from jaxckpt._run.shares import origin_in
-from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat, is_io_failure
-from jaxckpt.multihost import Processes, lead, meeting
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, is_io_failure
+from jaxckpt.multihost import Processes, lead
 from jaxckpt.types import StepInfo
-
-# Puts the copies of steps in the order to try, given the steps in each root.
-InOrder = Callable[[Mapping[int, Collection[int]]], list[Copy]]
 
 _NAMED: Final = ("latest", "best")
 
@@ -45,34 +50,33 @@ class Candidates:
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
         if (chosen := _chosen(step)) == "best":
-            return self._alike("steps", self._by_metric(needed=True))
+            return self._alike("steps", partial(self._best_first, needed=True))
         return self._alike("steps", partial(self._copies, chosen))
 
-    def _alike(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> list[Copy]:
+    def _alike(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> list[Copy]:
         """Returns in all processes what process 0 finds; `what` keeps two questions apart."""
-        in_order: InOrder = newest_first
-        if _is_apart(self.roots[0]):
-            # What the disks have only process 0 needs to know; it may judge more than once.
-            known: deque[Disks] = deque(maxlen=2)
-            judge_steps(self.roots[0], lambda *x: known.extend(x), run=self._name)
-            in_order = partial(_over_disks, self.roots[-1].index, known)
-        name, list_ = f"manager {self._name}/{what}", lambda: [*copies(in_order)]
-        found = lead(self.processes, name, list_, where=self._name, meets=True)
+        told = deque[tuple[Told, Told]](maxlen=1)
+        if _is_apart(self.roots[0]):  # process 0 alone hears it, and may judge more than once
+            judge_steps(self.roots, lambda *both: told.append(both))
+
+        def find() -> Any:  # JSON
+            seen = [_Seen.told(self.roots, *both) for both in told] or [_Seen(self.roots)]
+            return [*copies(seen[0])]
+
+        name = f"manager {self._name}/{what}"
+        found = lead(self.processes, name, find, where=self._name, meets=True)
         return [Copy(*one) for one in found]
 
-    def _copies(self, step: int | str, in_order: InOrder) -> list[Copy]:
+    def _copies(self, step: int | str, seen: _Seen) -> list[Copy]:
         if step == "latest":
-            found = self._found(StepIndex.to_restore, in_order)
+            found = seen.copies(lambda root: root.index.to_restore())
             return found or _refuse_others(self.roots[-1].index)
         wanted = int(step)
-        there = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
-        copies = [copy for copy in in_order(there) if copy.step == wanted]
+        there = seen.copies(lambda root: [wanted] if root.has(wanted) else [])
+        copies = [copy for copy in there if copy.step == wanted]
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
-
-    def _found(self, steps: Callable[[StepIndex], list[int]], in_order: InOrder) -> list[Copy]:
-        return in_order(reachable(self.roots, lambda root: steps(root.index)))
 
     def newest(self) -> int | None:
         """Returns the newest complete step."""
@@ -80,19 +84,19 @@ class Candidates:
             index = self.roots[0].index
             return self._first_whole("latest", lambda _: (Copy(n, 0) for n in index.newest_first()))
         steps = StepIndex.steps if _is_apart(self.roots[0]) else StepIndex.to_restore
-        return self._first_whole("latest", partial(self._found, steps))
+        return self._first_whole("latest", lambda seen: seen.copies(lambda one: steps(one.index)))
 
     def best(self) -> int | None:
         """Returns the complete step that the policy ranks first; reports if it ranks none."""
-        return self._first_whole("best", self._by_metric(needed=False))
+        return self._first_whole("best", partial(self._best_first, needed=False))
 
     def listed(self) -> list[int]:
         """Returns the committed steps, in order."""
-        find = partial(self._found, StepIndex.steps)
-        copies = self._alike("all", find) if _is_apart(self.roots[0]) else find(newest_first)
+        is_apart = _is_apart(self.roots[0])
+        copies = self._alike("all", _committed) if is_apart else _committed(_Seen(self.roots))
         return sorted({copy.step for copy in copies})
 
-    def _first_whole(self, what: str, copies: Callable[[InOrder], Iterable[Copy]]) -> int | None:
+    def _first_whole(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> int | None:
         """Returns the first complete step; lists them again if a job has deleted one meanwhile.
 
         If all disks together have none whole, returns the first: a restore reports what it lacks.
@@ -100,7 +104,7 @@ class Candidates:
         if _is_apart(self.roots[0]):
             return self._first_apart(self._alike(what, copies))
         for left in reversed(range(LISTINGS)):
-            for copy in copies(newest_first):
+            for copy in copies(_Seen(self.roots)):
                 if is_whole := self.roots[copy.root].index.is_whole(copy.step):
                     return copy.step
                 if is_whole is None and left:
@@ -131,42 +135,16 @@ class Candidates:
                 led.value = root.index.is_whole(copy.step)
         return led.value
 
-    def _with_infos(self) -> tuple[dict[int, list[int]], list[StepInfo]]:
-        """Returns the steps in each root, and the facts by which they are ranked.
-
-        Raises:
-            OSError: a step cannot be read; it may be the best.
-        """
+    def _best_first(self, seen: _Seen, *, needed: bool) -> list[Copy]:
+        """Returns the copies of the steps that have the metric, those of the best step first."""
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
-        storage = self.roots[-1].index.storage
-        found, infos = dict[int, list[int]](), list[StepInfo]()
-        for _ in range(LISTINGS):  # a job may delete a step that was listed, such as the best
-            found = reachable(self.roots, lambda root: root.index.steps())
-            copies = reversed(newest_first(found))  # so that the nearest copy of a step counts
-            nearest = {copy.step: self.roots[copy.root].index for copy in copies}
-            infos = at_once(lambda n, of=nearest: of[n].read_info(n), nearest, storage)
-            errors = [index.unknown.get(n) for n, index in nearest.items()]
-            if not any(isinstance(error, CheckpointNotFound) for error in errors):
-                break
-        return found, infos
-
-    def _by_metric(self, *, needed: bool) -> Callable[[InOrder], list[Copy]]:
-        """Returns what lists the best steps first; if disks are apart, all processes call this."""
-        others = _on_disks(self.roots[0], self._name) if _is_apart(self.roots[0]) else {}
-        return partial(self._best_first, others, needed=needed)
-
-    def _best_first(
-        self, others: Mapping[int, Any], in_order: InOrder, *, needed: bool
-    ) -> list[Copy]:
-        found, nearest = self._with_infos()
-        infos = [*nearest, *_elsewhere(others, nearest, self._name)]
+        copies, infos = seen.with_infos()
         ranked, unranked = self.keep.ranked(infos), f"{self._name}: {self.keep.unranked(infos)}"
         if needed and not ranked:
             raise CheckpointNotFound(unranked)
         if not ranked and any(info.metrics for info in infos):
             self.roots[-1].index.report(unranked)
-        copies = in_order(found)
         return [copy for info in ranked for copy in copies if copy.step == info.step]
 
     def _coverage(self, step: int, budget_bytes: int = 0) -> Coverage:
@@ -179,53 +157,88 @@ class Candidates:
         )
 
 
-def _over_disks(
-    index: StepIndex, known: Iterable[Disks], found: Mapping[int, Collection[int]]
-) -> list[Copy]:
-    """Returns the copies of steps in the order to try, given what `judge_steps` showed.
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Where process 0 sees the steps: in the roots, or on all disks and in the directory."""
 
-    Args:
-        index: The directory, which is the last root.
-    """
-    disks, others = known
-    local = set().union(*disks, *others)
-    there = found.get(1, ())
-    durable = {n: origin_in(index, n) if n in local else None for n in there}
-    return over_disks(disks, durable, others)
+    roots: Sequence[Root]
+    disks: Told = ()  # of all processes
+    others: Told = ()  # without a process
+    is_told: bool = False  # whether these two count, and not what the nearest root has
+    _durable: dict[int, str | None] = field(default_factory=dict)  # the saves in the directory
+
+    @classmethod
+    def told(cls, roots: Sequence[Root], disks: Told, others: Told) -> _Seen:
+        """Returns what processes have reported, without the steps that the run has left."""
+        newest = newest_life(roots[-1]) if any(others) else []
+        lives = [one for one in newest if one.run == roots[0].peers.run]
+        counts = went_on([*disks, *others], lives)
+        return cls(roots, counts[: len(disks)], counts[len(disks) :], is_told=True)
+
+    def copies(self, ask: Callable[[Root], Collection[int]]) -> list[Copy]:
+        """Returns the copies of steps in the order to try; `ask` returns the steps of a root."""
+        if not self.is_told:
+            return newest_first(reachable(self.roots, ask))
+        nearest, directory = self.roots
+        local = {one.step for some in (*self.disks, *self.others) for one in some}
+        found = reachable(self.roots, lambda one: [*local] if one is nearest else ask(one))
+        durable = dict[int, str | None].fromkeys(found.get(1, ()))
+        for step in local & durable.keys():
+            with suppress(OSError):  # the disks may have it
+                durable[step] = origin_in(directory.index, step)
+        self._durable.update(durable)
+        return over_disks(saves_in(self.disks), durable, saves_in(self.others))
+
+    def with_infos(self) -> tuple[list[Copy], list[StepInfo]]:
+        """Returns all copies, and the facts by which their steps are ranked.
+
+        Raises:
+            OSError: no copy of a step can be read; it may be the best.
+        """
+        copies, infos = list[Copy](), list[StepInfo | None]([None])
+        for _ in range(LISTINGS):  # a job may delete a step that was listed, such as the best
+            if None in infos:
+                copies = _committed(self)
+                same = [[*some] for _, some in groupby(copies, key=itemgetter(0))]
+                infos = at_once(self._info, same, self.roots[-1].index.storage)
+        return copies, [info for info in infos if info is not None]
+
+    def _info(self, copies: Sequence[Copy]) -> StepInfo | None:
+        """Returns the facts from the first copy of a step that has them; None if it is gone."""
+        step, errors = copies[0].step, list[Exception]()
+        for root in dict.fromkeys(copy.root for copy in copies):
+            found = self._told(step) if self.is_told and root == 0 else self._read(root, step)
+            if isinstance(found, StepInfo):
+                return found
+            errors.append(found)
+        if failure := next(filter(is_io_failure, errors), None):
+            raise failure
+        is_gone = any(isinstance(error, CheckpointNotFound) for error in errors)
+        return None if is_gone else StepInfo(step=step, saved_s=0.0)
+
+    def _read(self, root: int, step: int) -> StepInfo | Exception:
+        index = self.roots[root].index
+        info = index.info(step)
+        return index.unknown.get(step, info)
+
+    def _told(self, step: int) -> StepInfo | Exception:
+        here, there = (
+            [one for some in told for one in some if one.step == step]
+            for told in (self.disks, self.others)
+        )
+        found = of_one_save(here, there, self._durable.get(step))
+        for one in found:
+            if one.metrics is not None:
+                return StepInfo(step=step, saved_s=0.0, metrics=one.metrics)
+        if not any(one.problem for one in found):
+            return CorruptCheckpoint(f"the metrics of step {step} are damaged on all disks")
+        problem = f"step {step}, which may be the best, cannot be read on the disk of its host"
+        return OSError(errno.EIO, problem, self.roots[0].index.root)
 
 
-def _on_disks(local: Root, run: str) -> dict[int, Any]:
-    """Returns to process 0 the metrics of the steps on the disks of all processes, and of peers.
-
-    They are None if they cannot be read now.
-    """
-    told, processes = deque[list[Any]](maxlen=1), local.group.job  # it may judge more than once
-    local.peers.forget()
-    with meeting(processes, f"manager {run}/metrics", told.append, where=run) as met:
-        peers = local.peers.there() if processes.index == 0 else []
-        there = [local.index, *local.peers.here, *peers]
-        met.value = [one for index in there for one in _metrics_in(index)]
-    known = [one for given in told for some in given for one in some]
-    return dict(sorted(known, key=lambda one: one[1] is not None))
-
-
-def _metrics_in(index: StepIndex) -> list[Any]:
-    with suppress(OSError):  # a restore reports a disk that cannot be read
-        infos, unknown = index.infos(index.steps()), index.unknown
-        bad = [n for n, error in unknown.items() if is_io_failure(error)]
-        return [[one.step, None if one.step in bad else {**one.metrics}] for one in infos]
-    return []
-
-
-def _elsewhere(
-    others: Mapping[int, Any], nearest: Sequence[StepInfo], run: str
-) -> Iterator[StepInfo]:
-    """Yields the metrics of the steps of other disks; OSError if some cannot be read."""
-    for step in others.keys() - {info.step for info in nearest}:
-        if others[step] is None:
-            problem = f"step {step}, which may be the best, cannot be read on the disk of its host"
-            raise OSError(errno.EIO, problem, run)
-        yield StepInfo(step=step, saved_s=0.0, metrics=others[step])
+def _committed(seen: _Seen) -> list[Copy]:
+    """Returns the copies of all committed steps in the order to try."""
+    return seen.copies(lambda root: root.index.steps())
 
 
 def _refuse_others(index: StepIndex) -> list[Copy]:

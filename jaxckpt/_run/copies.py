@@ -32,8 +32,9 @@ def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
     return sorted(copies, key=lambda copy: (-copy.step, copy.root))
 
 
-# For each process, the token of the save that each step on its disk comes from.
-Disks = Sequence[Mapping[int, str]]
+# For each process, the token of the save that each step on its disk comes from; None if the step
+# cannot be read now.
+Disks = Sequence[Mapping[int, str | None]]
 
 
 def over_disks(disks: Disks, directory: Mapping[int, str | None], others: Disks = ()) -> list[Copy]:
@@ -124,6 +125,52 @@ class Saved(NamedTuple):
 
     def _names(self) -> list[str]:
         return [start for start, _ in self.starts]
+
+
+class Held(NamedTuple):
+    """A step on one disk, as its process reports it."""
+
+    step: int
+    save: str | None = None  # the token of its save; None if it cannot be read now
+    life: Saved = Saved(-1)
+    metrics: Mapping[str, Any] | None = None  # None if they are unknown, or nobody ranks by them
+    problem: str | None = None  # why it, or its metrics, cannot be read now
+
+    @classmethod
+    def told(cls, value: Any) -> Held:  # JSON
+        step, save, life, *more = value
+        return cls(step, save, Saved.told(life), *more)
+
+
+# The steps in each of several places.
+Told = Sequence[Sequence[Held]]
+
+
+def saves_in(told: Told) -> Disks:
+    """Returns the save of each step in each place."""
+    return [{one.step: one.save for one in some} for some in told]
+
+
+def went_on(told: Told, others: Iterable[Saved] = ()) -> Told:
+    """Returns the steps from which the run went on, as far as all these and `others` show."""
+    newest = latest([*(one.life for some in told for one in some if one.save), *others])
+    return [[one for one in some if not (newest and is_left(one.life, newest))] for some in told]
+
+
+def of_one_save(disks: Sequence[Held], others: Sequence[Held], durable: str | None) -> list[Held]:
+    """Returns what all know of the save of a step that a restore reads.
+
+    It is that of the directory if known, else that of the processes' disks, else of other places.
+    """
+    saves = [{one.save for one in some} - {None} for some in (disks, others)]
+    counts = {durable} if durable else saves[0] or saves[1]
+    return [one for one in (*disks, *others) if one.save in {*counts, None}]
+
+
+def is_left(life: Saved, newest: Saved) -> bool:
+    """Returns whether the run went on without a step; of two saves of one step, it is the older."""
+    is_alike = (newest.step, newest.saved_ns) == (life.step, life.saved_ns)
+    return not life.led_to(newest) and (newest.is_newer(life) or not is_alike)
 
 
 def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:

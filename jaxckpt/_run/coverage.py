@@ -31,11 +31,11 @@ from jaxckpt._disk.found import NotHere, Wanted
 from jaxckpt._disk.transaction import Transaction
 from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._restore.turn import in_turn
-from jaxckpt._run.copies import Saved, latest
+from jaxckpt._run.copies import Saved, is_left, latest
 from jaxckpt._run.disks import Disk, Entry, choose, read_entry
-from jaxckpt._run.identity import newest_saved, saved_at
+from jaxckpt._run.identity import saved_at
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.root import Root
+from jaxckpt._run.root import Root, newest_life
 from jaxckpt._run.scratch import FAILURES, Scratch
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.multihost import Json, Processes, meet, meeting
@@ -107,9 +107,7 @@ class Coverage:
         with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
             lives += [saved_at(self.local.index, n) for n in self.local.index.steps()[-1:]]
         if self.local.peers and self.processes.index == 0:  # their steps were not compared
-            with contextlib.suppress(*FAILURES):
-                newest = self.directory.reach.ask(partial(newest_saved, self.directory.index))
-                lives += [newest] if newest is not None else []
+            lives += newest_life(self.directory)
         return lives
 
     def complete(self, error: Exception | None) -> str | None:
@@ -308,7 +306,7 @@ def _first(given: list[Any]) -> Json:
     seen = {save: Saved.told(life) for _, _, some, *_ in given for save, life in some}
     lives = [life for *_, some, _ in given for life in some]
     newest = latest([*seen.values(), *map(Saved.told, lives)])
-    left = {save for save, life in seen.items() if newest and _is_left(life, newest)}
+    left = {save for save, life in seen.items() if newest and is_left(life, newest)}
     # What other places have counts if no disk has the step.
     of = {own for _, own, *_ in given} - {None, *left} or {*seen} - {None, *left}
     save = of.pop() if len(of) == 1 else None
@@ -327,12 +325,6 @@ def _first(given: list[Any]) -> Json:
         for save, one in seen.items()
     )
     return [first, _told(lacking, "its part"), why, save, is_first]
-
-
-def _is_left(life: Saved, newest: Saved) -> bool:
-    """Returns whether the run went on without a step; of two saves of one step, it is the older."""
-    is_alike = (newest.step, newest.saved_ns) == (life.step, life.saved_ns)
-    return not life.led_to(newest) and (newest.is_newer(life) or not is_alike)
 
 
 def _united(given: list[Any]) -> Json:

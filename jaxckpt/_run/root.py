@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import posixpath
@@ -13,9 +14,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from jaxckpt._run.copies import Disks, Saved, over_disks
+from jaxckpt._run.copies import Held, Saved, Told, over_disks, saves_in
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.identity import earlier_lives
+from jaxckpt._run.identity import earlier_lives, newest_saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
@@ -302,6 +303,14 @@ def newest_of(roots: Sequence[Root]) -> int | None:
     return max((step for root, step in known if root.counts(step, None)), default=None)
 
 
+def newest_life(root: Root) -> list[Saved]:
+    """Returns how the run got to the newest step of a root, if that can be read."""
+    with contextlib.suppress(CheckpointError, OSError, ValueError):
+        newest = root.reach.ask(partial(newest_saved, root.index))
+        return [] if newest is None else [newest]
+    return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """Describes what all processes know of a run that they have opened; by default, for reading."""
@@ -337,7 +346,7 @@ def open_roots(
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
         if root.group.part is not None:  # each is taken over
-            newest, owned = judge_steps(root, newest_whole, run=last.index.root), True
+            newest, owned = judge_steps(roots, newest_whole), True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
@@ -368,13 +377,13 @@ def open_roots(
     )
 
 
-def newest_whole(disks: Disks, *_: Any, most: int | None = None) -> int | None:
+def newest_whole(disks: Told, *_: Any, most: int | None = None) -> int | None:
     """Returns the newest step that all have on their disks.
 
     Args:
         most: The newest step that counts.
     """
-    whole = (copy.step for copy in over_disks(disks, {}) if not copy.is_united)
+    whole = (copy.step for copy in over_disks(saves_in(disks), {}) if not copy.is_united)
     return next((n for n in whole if most is None or n <= most), None)
 
 
@@ -411,37 +420,46 @@ def _not_in_first(given: list[Any]) -> list[int]:
     return [] if first is None else sorted({*chain(*filter(None, others))}.difference(first))
 
 
-def judge_steps(root: Root, judge: Callable[[Disks, Disks], Json], *, run: str) -> Any:  # JSON
+def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> Any:  # JSON
     """Returns to every process the verdict of process 0 on the steps on all disks.
 
     Args:
-        judge: Takes the steps on the disk of each process by the save they come from, and in the
-            same way the steps in other places; see `Peers`.
-        run: Its root, for the name of the meeting: a job may have several runs.
+        judge: Takes the steps on the disk of each process, and in the same way the steps in other
+            places; see `Peers`. They have metrics if the policy of the last root ranks by one.
+
+    Raises:
+        OSError: no disk can be read.
     """
-    name, judge_all = f"manager {run}/local steps", partial(_judged, judge)
-    heard = root.group.job.gather(name, _here(root), judge_all)
+    root, run = roots[0], roots[-1]
+    name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge)
+    held = _here(root, is_ranked=run.keep.metric is not None)
+    heard = root.group.job.gather(name, held, judge_all)
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
+    if heard["blind"]:
+        problem = f"no local disk can be read: {heard['told'][0][1]}"
+        raise OSError(errno.EIO, problem, root.index.root)
     return heard["verdict"]
 
 
-def _here(root: Root) -> Json:
+def _here(root: Root, *, is_ranked: bool) -> Json:
     """Returns the steps on this process's disk, those elsewhere, and the disk's problem."""
     steps, others, problem = [], [], ""
+    there = partial(steps_on_disk, is_ranked=is_ranked)
     root.peers.forget()
     try:
-        steps = steps_on_disk(root.index)
-        others = [steps_on_disk(one) for one in root.peers.here]
+        steps = there(root.index)
+        others = [there(one) for one in root.peers.here]
     except OSError as error:
         problem = text_of(error) or ""
     if root.group.job.index == 0:  # one process asks all peers
-        others += [steps_on_disk(one) for one in root.peers.there()]
+        others += [there(one) for one in root.peers.there()]
     return [steps, others, problem]
 
 
-def _judged(judge: Callable[[Disks, Disks], Json], given: list[Any]) -> Json:
-    disks = [dict(steps) for steps, *_ in given]
-    others = [dict(steps) for _, some, _ in given for steps in some]
+def _judged(judge: Callable[[Told, Told], Json], given: list[Any]) -> Json:
+    disks = [[*map(Held.told, steps)] for steps, *_ in given]
+    others = [[*map(Held.told, steps)] for _, some, _ in given for steps in some]
     bad = {i: text for i, (*_, text) in enumerate(given) if text}
-    return {"verdict": judge(disks, others), **first_of(bad)}
+    blind = len(bad) == len(given) and not any(disks)
+    return {"verdict": judge(disks, others), "blind": blind, **first_of(bad)}

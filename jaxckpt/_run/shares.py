@@ -29,6 +29,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
+from jaxckpt._run.copies import Held, Saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format import names
@@ -99,22 +100,34 @@ def _ranks(disks: Sequence[Any]) -> list[int]:
     return ranks[:period] if is_periodic else ranks
 
 
-def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:
-    """Returns the steps of a share that can be found, each with the save that it comes from."""
-    found = [(number, _origin_here(index, number)) for number in index.steps()]
-    return [(number, origin) for number, origin in found if origin is not None]
+def steps_on_disk(index: StepIndex, *, is_ranked: bool = False) -> list[Held]:
+    """Returns the steps of a share that can be found, with their metrics if they are ranked."""
+    found = (_held(index, number) for number in index.steps())
+    return [_with_metrics(index, one) if is_ranked else one for one in found if one is not None]
 
 
-def _origin_here(index: StepIndex, number: int) -> str | None:
-    """Returns the save that a step comes from, or reports why not; a read may fail once."""
-    for tries_left in (1, 0):
-        try:
-            return find(index.storage, index.path(number)).origin
-        except (CheckpointError, OSError) as error:
-            if not (tries_left and is_io_failure(error)):
-                index.report(f"step {number} in {index.root} cannot be found: {error}")
-                break
-    return None
+def _held(index: StepIndex, number: int, tries_left: int = 1) -> Held | None:
+    """Returns a step that comes from a save, or reports why not; a read may fail once."""
+    try:
+        found = find(index.storage, index.path(number))
+    except (CheckpointError, OSError) as error:
+        if tries_left and is_io_failure(error):
+            return _held(index, number, 0)
+        index.report(f"step {number} in {index.root} cannot be found: {error}")
+        return Held(number, problem=text_of(error)) if is_io_failure(error) else None
+    if found.record is None:
+        return None
+    saved = Saved.of(number, found.record.life, found.metadata.commit_ns or 0)
+    return Held(number, found.origin, saved)
+
+
+def _with_metrics(index: StepIndex, held: Held) -> Held:
+    if held.save is None:
+        return held
+    info, error = index.info(held.step), index.unknown.get(held.step)
+    if error is None:
+        return held._replace(metrics={**info.metrics})
+    return held._replace(problem=text_of(error) if is_io_failure(error) else None)
 
 
 def origin_in(index: StepIndex, number: int) -> str | None:

@@ -49,7 +49,9 @@ from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
 from tests.core.test_plan import array_specs, held
 from tests.run.test_identity import as_before
+from tests.run.test_peers import NOWHERE
 from tests.run.test_tiers import damage
+from tests.static_server import served
 from tests.twins import watched
 from tests.waiting import wait_until
 
@@ -735,6 +737,94 @@ def test_a_step_that_cannot_be_read_may_be_the_best(tmp_path):
     simulate(2, save)
     shutil.rmtree(tmp_path / "host0")
     simulate(2, ask)
+
+
+RANKS = jaxckpt.KeepPolicy(metric="loss")
+
+
+def save_losses(tmp_path, hosts, losses, **options):
+    """Saves steps with these losses in a job on some hosts."""
+
+    def run(processes):
+        host = hosts[processes.index]
+        with manager_of(tmp_path, host, LocalStorage(), ranks=RANKS, **LOCAL, **options) as manager:
+            for step, loss in losses.items():
+                manager.save(step, {"a": step}, metrics={"loss": loss}).result()
+            manager.wait_until_finished()
+
+    simulate(len(hosts), run)
+
+
+def failing_disk(part, bad, verb="entries"):
+    """A storage that cannot read what has this in its path, while `bad` has something."""
+
+    def before(said, path):
+        if bad and said == verb and part in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    return WatchedStorage(LocalStorage(), before)
+
+
+@pytest.mark.parametrize(("new", "bad"), [(0, 2), (0, 1), (1, 0)])
+def test_damaged_metrics_on_one_disk_hide_no_good_ones(tmp_path, new, bad):
+    """Whichever process has which disk; a third disk is new."""
+    save_losses(tmp_path, [0, 1, 2], {1: 5, 2: 1, 3: 7}, every=10)
+    shutil.rmtree(tmp_path / f"host{new}")
+    damaged = tmp_path / f"host{bad}" / "share_0" / "2" / names.METRICS_ITEM / names.METRICS_FILE
+    damaged.write_bytes(b'{"loss')
+
+    def ask(processes):
+        disk = processes.index, LocalStorage()
+        with manager_of(tmp_path, *disk, every=10, ranks=RANKS, **LOCAL) as manager:
+            return manager.best_step()
+
+    assert simulate(3, ask) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("part", ["share_0", "share_0/2"])
+@pytest.mark.parametrize("host", TWO)
+def test_a_disk_that_cannot_be_read_stops_nobody_whichever_process_has_it(tmp_path, host, part):
+    """The directory has all steps."""
+    save_losses(tmp_path, TWO, {1: 5, 2: 1, 3: 7})
+    bad = []
+
+    def ask(processes):
+        disk = failing_disk(f"host{host}/{part}", bad)
+        with manager_of(tmp_path, processes.index, disk, ranks=RANKS, **LOCAL) as manager:
+            processes.within(30).gather("opened", None)
+            bad.append(True)
+            return manager.latest_step(), manager.best_step(), manager.all_steps()
+
+    assert simulate(2, ask) == [(3, 2, [1, 2, 3])] * 2
+
+
+def test_a_step_that_cannot_be_read_may_be_the_newest(tmp_path):
+    """It is on the disk of another host only. No process gets an older step."""
+    save_losses(tmp_path, TWO, {1: 5, 2: 1}, every=10)
+    shutil.rmtree(tmp_path / "host0")
+    bad = []
+
+    def ask(processes):
+        disk = failing_disk(f"host1/share_0/2/{names.RECORD}", bad, "read")
+        with manager_of(tmp_path, processes.index, disk, every=10, **LOCAL) as manager:
+            processes.within(30).gather("opened", None)
+            bad.append(True)
+            with pytest.raises((OSError, ProcessesDisagree), match=os.strerror(errno.EIO)):
+                manager.latest_step()
+
+    simulate(2, ask)
+
+
+def test_a_step_that_the_run_left_ranks_no_step_of_its_number(tmp_path):
+    """A peer has it; the later save is on this disk, in the share of a process of another job."""
+    save_losses(tmp_path, TWO, {1: 5, 2: 4, 3: 0.1, 5: 0.2}, every=2, peers=[NOWHERE])
+    save_losses(tmp_path, [2, 3], {3: 9, 4: 3}, every=2, peers=[NOWHERE])
+
+    with served(tmp_path / "host0") as url:
+        options = {"every": 2, "ranks": RANKS, "peers": [url], **LOCAL}
+        with manager_of(tmp_path, 2, LocalStorage(), **options) as manager:
+            assert manager.best_step() == 4
+            assert manager.all_steps() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("what", ["delete", "scrub"])

@@ -440,4 +440,4 @@ def test_a_step_that_cannot_be_read_once_is_on_the_disk(tmp_path):
         manager.save(1, state(1))
     index = StepIndex(failing_once(local / "1" / names.RECORD), str(local))
 
-    assert [step for step, _ in steps_on_disk(index)] == [1]
+    assert [step for step, *_ in steps_on_disk(index)] == [1]

@@ -1181,6 +1181,24 @@ def test_the_best_step_counts_wherever_it_is(tmp_path, local):
         assert manager.metrics(1) == {"loss": 0.1}
 
 
+@pytest.mark.parametrize("data", [None, b"{"], ids=["gone", "cut"])
+def test_the_best_step_counts_if_its_local_metrics_are_damaged(tmp_path, local, data):
+    """They are those of the uploaded copy, with which the local one is mended."""
+    best, tier = KeepPolicy(metric="loss"), LocalTier(local, keep=KeepPolicy(last=9))
+    with CheckpointManager(tmp_path / "run", local=tier, keep=best) as manager:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7)):
+            manager.save(step, state(step), metrics={"loss": loss}).durable()
+    file = local / "2" / names.METRICS_ITEM / names.METRICS_FILE
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+
+    with CheckpointManager(tmp_path / "run", local=tier, keep=best) as manager:
+        assert manager.best_step() == 2
+        assert manager.restore(step="best")["step"] == 2
+    assert jaxckpt.verify(local / "2").ok
+
+
 def test_the_best_step_counts_if_a_later_job_uploads_it(tmp_path, local):
     best, every_other = KeepPolicy(best=1, metric="loss"), SavePolicy(every_steps=2)
     tier = LocalTier(local, save=SavePolicy())
