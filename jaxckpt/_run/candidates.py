@@ -29,7 +29,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
 from jaxckpt._run.shares import origin_in
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, is_io_failure
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Json, Processes, first_of, meeting, raise_if_any
 from jaxckpt.types import StepInfo
 
 _NAMED: Final = ("latest", "best")
@@ -49,23 +49,31 @@ class Candidates:
 
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        if (chosen := _chosen(step)) == "best":
-            return self._alike("steps", partial(self._best_first, needed=True))
-        return self._alike("steps", partial(self._copies, chosen))
+        chosen = _chosen(step)
+        if chosen == "best":
+            return self._alike("steps", partial(self._best_first, needed=True), chosen)
+        return self._alike("steps", partial(self._copies, chosen), chosen)
 
-    def _alike(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> list[Copy]:
-        """Returns in all processes what process 0 finds; `what` keeps two questions apart."""
+    def _alike(
+        self, what: str, copies: Callable[[_Seen], Iterable[Copy]], asked: int | str = ""
+    ) -> list[Copy]:
+        """Returns in all processes what process 0 finds; `what` keeps two questions apart.
+
+        Raises:
+            ValueError, ProcessesDisagree: this or another process asked for another step.
+        """
         told = deque[tuple[Told, Told]](maxlen=1)
         if _is_apart(self.roots[0]):  # process 0 alone hears it, and may judge more than once
             judge_steps(self.roots, lambda *both: told.append(both))
-
-        def find() -> Any:  # JSON
-            seen = [_Seen.told(self.roots, *both) for both in told] or [_Seen(self.roots)]
-            return [*copies(seen[0])]
-
         name = f"manager {self._name}/{what}"
-        found = lead(self.processes, name, find, where=self._name, meets=True)
-        return [Copy(*one) for one in found]
+        with meeting(self.processes, name, _of_process_0, where=self._name) as met:
+            seen = [_Seen.told(self.roots, *both) for both in told] or [_Seen(self.roots)]
+            met.value = [asked, [*copies(seen[0])] if self.processes.index == 0 else []]
+        if asked != met.value["asked"]:
+            both = f"this process asked for step {asked}, process 0 for step {met.value['asked']}"
+            raise ValueError(f"{self._name}: {both}; all have to ask for the same")
+        raise_if_any(met.value, f"{self._name}: all have to ask for the same step")
+        return [Copy(*one) for one in met.value["copies"]]
 
     def _copies(self, step: int | str, seen: _Seen) -> list[Copy]:
         if step == "latest":
@@ -239,6 +247,14 @@ class _Seen:
 def _committed(seen: _Seen) -> list[Copy]:
     """Returns the copies of all committed steps in the order to try."""
     return seen.copies(lambda root: root.index.steps())
+
+
+def _of_process_0(given: list[Any]) -> Json:
+    """Returns the copies that process 0 has found, and who has asked for another step."""
+    asked, copies = given[0]
+    differ = [(i, other) for i, (other, _) in enumerate(given) if other != asked]
+    told = {i: f"asked for step {other}, process 0 for step {asked}" for i, other in differ}
+    return {"asked": asked, "copies": copies, **first_of(told)}
 
 
 def _refuse_others(index: StepIndex) -> list[Copy]:

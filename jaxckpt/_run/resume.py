@@ -89,7 +89,6 @@ class Resume(Candidates):
         """
         copies = self.of(wanted) if copies is None else copies
         fallback = fallback and isinstance(wanted, str)
-        reading = reading if isinstance(wanted, str) else partial(_same, wanted, reading)
         if not copies:
             what = f"{self._name} {self.roots[-1].index.emptiness()}. Is it the right directory?"
             raise CheckpointNotFound(f"{what} A new run starts with restore_or(init).")
@@ -281,18 +280,6 @@ def _error_of(met: Meeting, own: Exception | None, where: str) -> Exception | No
     except Exception as error:
         return error
     return None
-
-
-def _same(wanted: int, reading: Callable[..., T], index: StepIndex, step: int, check: Check) -> T:
-    """Reads a step, unless this process has asked for another than process 0."""
-
-    def check_both(found: Found | None = None) -> None:
-        if step != wanted:
-            both = f"this process asked for step {wanted}, process 0 for step {step}"
-            raise ValueError(f"{index.root}: {both}; all have to ask for the same")
-        check(found)
-
-    return reading(index, step, check_both)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -827,6 +827,23 @@ def test_a_step_that_the_run_left_ranks_no_step_of_its_number(tmp_path):
             assert manager.all_steps() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("other", [1, "latest"])
+def test_processes_that_ask_for_different_steps_hear_of_it(tmp_path, other):
+    """None of them waits for the other."""
+    save_losses(tmp_path, TWO, {1: 5, 2: 1}, every=10)
+
+    def ask(processes):
+        disk = processes.index, LocalStorage()
+        step = "best" if processes.index == 0 else other
+        with (
+            manager_of(tmp_path, *disk, every=10, ranks=RANKS, **LOCAL) as manager,
+            pytest.raises((ProcessesDisagree, ValueError)[processes.index], match="step best"),
+        ):
+            manager.restore(step=step)
+
+    simulate(2, ask)
+
+
 @pytest.mark.parametrize("what", ["delete", "scrub"])
 def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
     """The run goes on from the newest step that all disks have, which the directory lacks.
