@@ -25,7 +25,7 @@ def read_item(found: Found, name: str | None = None) -> Item | JsonItem | Undeco
     A JSON item is read completely.
 
     Args:
-        name: If None, the main one by the record, the only tree, `state`, or `default`.
+        name: If None, the main one; see `main_item`.
 
     Raises:
         CheckpointNotFound: the item does not exist, or `name` is None and there are several.
@@ -80,7 +80,7 @@ def open_tree(found: Found, name: str | None = None) -> Item:
 
 
 def choose_item(found: Found, item: str | None) -> str:
-    """Returns the name of the item to read: the given one, the only tree, `state`, or `default`."""
+    """Returns the name of the item to read: the given one, or the main one."""
     items = found.items
     if found.deleting is not None and (item == found.deleting or not items):
         raise found.being_deleted()
@@ -95,19 +95,19 @@ def choose_item(found: Found, item: str | None) -> str:
     for name in lost_trees(found):
         text = f"is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
         raise corrupt(f"{found.path}/{name}", text)
-    if len(items) == 1:
-        return next(iter(items))
-    trees = find_trees(found)
-    if len(trees) == 1:
-        return trees[0]
-    main = names.STATE_ITEM if found.record is None else found.record.item
-    for name in (main, names.STATE_ITEM, names.DEFAULT_ITEM):
-        if name in trees:
-            return name
-    raise CheckpointNotFound(
-        f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
-        "Choose one with `item`."
-    )
+    if (main := main_item(found)) not in items:
+        raise CheckpointNotFound(
+            f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
+            "Choose one with `item`."
+        )
+    return main
+
+
+def main_item(found: Found) -> str:
+    """Returns the only item, or the main tree; it is none of the items if that is unclear."""
+    if len(found.items) == 1:
+        return next(iter(found.items))
+    return names.main_tree(find_trees(found), found.record.item if found.record else "")
 
 
 def lost_trees(found: Found) -> list[str]:

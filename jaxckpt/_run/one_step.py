@@ -9,7 +9,7 @@ import posixpath
 
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
-from jaxckpt._disk.item import choose_item
+from jaxckpt._disk.item import choose_item, main_item
 from jaxckpt._disk.removal import nested, remove_item
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
@@ -74,7 +74,7 @@ def check_item(leases: Leases, number: int, item: str) -> Found:
     of_item = [file for file in files if file.startswith((f"{item}/", names.RECORD))]
     if found.record is None:
         problem = "another program wrote it. Delete the item there, or convert the step"
-    elif choose_item(found, None) == item:
+    elif main_item(found) == item:
         problem = "it is the main item. To delete the step, name no item"
     elif found.deleting not in (None, item):
         problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"

@@ -276,6 +276,7 @@ class Saver:
             storage=index.storage,
             path=index.path(step),
             items=given.taken,
+            item=self._options.item,
             group=root.group,
             name=name,
             meter=meter,

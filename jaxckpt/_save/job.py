@@ -59,8 +59,8 @@ class SaveRequest:
 
     storage: Storage
     path: str
-    # The main one first. Emptied after the save, so that a handle does not keep the values.
-    items: list[SaveItem]
+    items: list[SaveItem]  # emptied after the save, so that a handle does not keep the values
+    item: str = names.STATE_ITEM  # what the caller calls the main one; see `main_tree`
     group: Group  # of the processes that save to the path
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
@@ -162,9 +162,11 @@ class SaveJob:
             with self._meter.phase("commit"), committing, _explaining(request):
                 if self._transaction is not None:
                     files, known = _describe(request, work, written)
+                    parts = (file.partition("/") for file in files)
+                    trees = [item for item, _, file in parts if file == names.TREE_METADATA]
                     about = Record(
                         phases=self._meter.timing().phases,
-                        item=request.items[0].name,
+                        item=names.main_tree(trees, request.item),
                         share=request.group.part,
                         life=request.life(),
                         differences=tuple(request.replicas.marked if request.replicas else ()),
@@ -341,7 +343,7 @@ def _describe(
             custom_metadata=request.custom_metadata,
         )
     )
-    if not request.is_step and request.items[0].name:
+    if not request.is_step and request.item:
         files[names.ORBAX_MARKER] = b""
     return files, known
 

@@ -19,7 +19,7 @@ from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.job import SaveJob, SaveRequest, meeting_of
-from jaxckpt._save.snapshot import Items, SaveItem, take_tree
+from jaxckpt._save.snapshot import Items, take_tree
 from jaxckpt._save.worker import Worker
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Group, Json, Processes, current, lead, meet
@@ -162,11 +162,8 @@ def prepare(
         with meter.phase("snapshot"):
             dtype_name = None if dtype is None else floating(dtype)
             options = {"copy": copy, "dtype": dtype_name, "zstd": zstd}
-            taken: list[SaveItem]
-            if isinstance(value, Items):
-                taken = value.taken(processes)
-            else:
-                taken = [take_tree(item or "", value, processes, **options)]
+            one = {item or "": lambda name, all_: take_tree(name, value, all_, **options)}
+            taken = (value if isinstance(value, Items) else Items(one)).taken(processes)
     except BaseException as error:
         if meter is not None:
             meter.end()
@@ -177,6 +174,7 @@ def prepare(
         storage=storage,
         path=where,
         items=taken,
+        item=item or "",
         group=Group.together(processes),
         name=name,
         meter=meter,

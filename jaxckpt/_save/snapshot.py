@@ -220,7 +220,7 @@ def folder_of(item: SaveItem, work: Work) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Named values in place of one tree, each with the function that copies it; the main one first.
+    """Named values in place of one tree, each with the function that copies it.
 
     For `jaxckpt.orbax`, where the items of a checkpoint have any names and kinds.
     """

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 ORBAX_MARKER: Final = "orbax.checkpoint"
@@ -166,6 +166,12 @@ def is_part_of_tree(name: str) -> bool:
 def is_reserved(name: str) -> bool:
     """Returns whether a checkpoint of this name would be mistaken for something else."""
     return TEMPORARY in name or _SET_ASIDE in name or name.endswith(_REPLACEMENT)
+
+
+def main_tree(trees: Sequence[str], given: str) -> str:
+    """Returns the main one of several trees: the only one, `state`, `default`, or the given one."""
+    known = trees if len(trees) == 1 else (STATE_ITEM, DEFAULT_ITEM)
+    return next((name for name in known if name in trees), given)
 
 
 def check_item(name: object, *taken: str) -> None:

@@ -11,12 +11,13 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
-itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is the
-index of a process and their number, if the checkpoint has only the shards that this process held.
-"run" is present if it is a step of a run; see `Life`. "differences" is present if replicas of
-a shard differed, of which the step has one. Data files lack a SHA-256: each chunk carries
-a checksum, and a file with a SHA-256 lists the checksums of all chunks. "text" repeats a small file
-that describes the step, so that a list of steps reads one file of each.
+itself and `commit_success.txt`; "item" is the main item, left out if it is "state"; if no item has
+this name, several trees were saved and none is the main one. "share" is the index of a process and
+their number, if the checkpoint has only the shards that this process held. "run" is present if it
+is a step of a run; see `Life`. "differences" is present if replicas of a shard differed, of which
+the step has one. Data files lack a SHA-256: each chunk carries a checksum, and a file with a
+SHA-256 lists the checksums of all chunks. "text" repeats a small file that describes the step, so
+that a list of steps reads one file of each.
 """
 
 from __future__ import annotations

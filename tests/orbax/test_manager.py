@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import stat
 import tracemalloc
 
@@ -95,6 +96,70 @@ def test_several_items_of_any_names(tmp_path):
             return [*out, manager.restore(0, args=args.Composite(meta=args.JsonRestore()))]
 
     twice(program, tmp_path, read=read_newest)
+
+
+@pytest.mark.parametrize(
+    ("trees", "main"),
+    [
+        (("ema", "state"), "state"),
+        (("b", "default", "a"), "default"),
+        (("default", "state"), "state"),
+        (("params",), "params"),
+        (("ema", "params"), None),
+    ],
+)
+def test_the_main_item_is_that_of_the_same_step_by_orbax(tmp_path, trees, main):
+    """Not the tree that comes first: `state`, `default` or the only one; else it must be named."""
+
+    def program(ocp, path):
+        args, run = ocp.args, path / "run"
+        saved = {name: args.StandardSave({"name": jnp.int32(n)}) for n, name in enumerate(trees)}
+        with ocp.CheckpointManager(run) as manager:
+            manager.save(1, args=args.Composite(config=args.JsonSave({}), **saved))
+        reads = (
+            jaxckpt.open,
+            jaxckpt.restore,
+            lambda run: jaxckpt.convert(run, path / "copy"),
+            lambda run: jaxckpt.diff(run, run),
+        )
+        out = [raised(read, run) for read in reads]
+        if None in out:
+            out += [jaxckpt.open(run).item, jaxckpt.restore(run), jaxckpt.restore(path / "copy")]
+        return out
+
+    out = twice(program, tmp_path)
+
+    if main is None:
+        assert all("several items, none named 'state'" in str(error) for error in out)
+    else:
+        assert out[4:] == [main, {"name": trees.index(main)}, {"name": trees.index(main)}]
+
+
+def test_items_without_a_main_one_can_be_deleted(tmp_path):
+    """All but the last tree; a `state` never, wherever it comes."""
+    args, save = ours.args, ours.args.StandardSave({"w": jnp.ones(2)})
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args.Composite(ema=save, params=save))
+        manager.save(2, args=args.Composite(ema=save, state=save))
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for step, main in {1: "params", 2: "state"}.items():
+            manager.delete(step, item="ema")
+            with pytest.raises(ValueError, match="it is the main item"):
+                manager.delete(step, item=main)
+
+            assert list(manager.restore_items(step=step)) == [main]
+            assert jaxckpt.verify(tmp_path / f"{step}").ok
+
+
+def test_a_lost_state_is_damage_wherever_it_was_in_the_args(tmp_path):
+    """The other tree is not restored in its place."""
+    args, save = ours.args, ours.args.StandardSave({"w": jnp.ones(2)})
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args.Composite(ema=save, state=save))
+    shutil.rmtree(tmp_path / "1" / "state")
+
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match="1/state/_METADATA is missing"):
+        jaxckpt.restore(tmp_path / "1")
 
 
 def test_an_item_that_is_none(tmp_path):

@@ -100,7 +100,7 @@ def check_names(checkpointables: Any, *, argument: str, may_be_empty: bool = Fal
 
 
 def items(checkpointables: Mapping[str, Any]) -> Items:
-    """Returns what to save: each item by its handler, with `state` as the main one."""
+    """Returns what to save: each item by its handler."""
     check_names(checkpointables, argument="checkpointables")
     context = get_context()
     context.check()
@@ -108,9 +108,8 @@ def items(checkpointables: Mapping[str, Any]) -> Items:
         raise NotImplementedError("save a checkpoint, and then use jaxckpt.export_safetensors")
     for name in checkpointables:
         names.check_item(name)
-    order = sorted(checkpointables, key=lambda name: name != STATE)  # else as they are given
     registry = context.checkpointables.registry
-    takes = {n: handlers.for_save(registry, checkpointables[n], n) for n in order}
+    takes = {n: handlers.for_save(registry, one, n) for n, one in checkpointables.items()}
     return several(takes, context.file.path_permission_mode)
 
 
