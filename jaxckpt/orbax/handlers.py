@@ -158,6 +158,7 @@ class JaxRandomKeyCheckpointHandler(Ours):
             raise TypeError(f"Unsupported type: {type(given.item)}.")
         typed = jax.numpy.issubdtype(given.item.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(given.item) if typed else given.item
+        jax.random.wrap_key_data(data)  # raises TypeError where the restore would
         array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))[""]
         facts = JsonCheckpointHandler()._stored(args.JsonSave({"typed": bool(typed)}))[""]
         whole = Stored(files={}, handler=self.typestr())

@@ -686,6 +686,21 @@ def test_items_of_every_kind(tmp_path):
 
 
 @pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", None])
+def test_a_key_that_could_not_be_restored_is_refused(tmp_path, ocp, impl):
+    """One whose implementation is not jax's default one, or no key at all; a tree can have it."""
+    args, key = ocp.args, jax.random.key(3, impl=impl) if impl else jnp.ones(2)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match=r"expected key_data\.(shape|dtype)"):
+            manager.save(1, args=args.Composite(key=args.JaxRandomKeySave(key)))
+        assert manager.all_steps() == []
+        manager.save(2, args=args.Composite(tree=args.PyTreeSave({"key": key})))
+
+        got = manager.restore(2, args=args.Composite(tree=args.PyTreeRestore()))
+    assert got.tree["key"].dtype == key.dtype
+
+
+@pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])
 def test_an_unknown_item_is_refused(tmp_path, ocp):
     """An item that is not among `item_names` raises ValueError."""
     manager = ocp.CheckpointManager(tmp_path, item_names=("a",))
