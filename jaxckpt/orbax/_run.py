@@ -99,8 +99,8 @@ class Run(Closing):
         # At least one digit: without names, jaxckpt would adopt the names that it finds.
         named = StepNames(prefix=options.step_prefix, digits=options.step_format_fixed_length or 1)
         self._names = names_of(options.step_name_format) or named
-        move_to, self._when = options.todelete_subdir, options.saves()
-        self._keep = policies.keep_policy(options.keeps(), self._judged, move_to=move_to)
+        move_to, self._when, self._keeps = options.todelete_subdir, options.saves(), options.keeps()
+        self._keep = policies.keep_policy(self._keeps, self._judged, move_to=move_to)
         self._mode = options.file_options.path_permission_mode
         self._index = index_of(directory, self._names)
         self._steps = Steps(self._index, self._look(makes=options.create))
@@ -173,6 +173,7 @@ class Run(Closing):
             raise
         if handle is not None:
             self._steps.add(handle, step, metrics)
+            policies.check_ranks(self._keeps, self._steps.infos)  # after the step began, like Orbax
             self._steps.drop(self._keep)
         return handle
 

@@ -6,6 +6,7 @@ understood too. A class of the program's own is asked with the arguments that Or
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import time
@@ -303,16 +304,25 @@ def _best(policy: Any) -> dict[str, Any]:
         return _latest(policy)
     mode = "min" if policy.reverse else "max"
 
+    def rank(metrics: Mapping[str, Any]) -> Any:
+        with contextlib.suppress(Exception):  # `check_ranks` raises it in the caller's thread
+            return policy.get_metric_fn(metrics)
+
     def when(info: StepInfo) -> bool:
         if not info.metrics:
             return policy.keep_checkpoints_without_metrics
-        try:
-            policy.get_metric_fn(info.metrics)
-        except KeyError:  # then Orbax deletes no step
-            return True
-        return False
+        return rank(info.metrics) is None  # then Orbax deletes no step
 
-    return {"best": policy.n, "metric": policy.get_metric_fn, "mode": mode, "when": when}
+    return {"best": policy.n, "metric": rank, "mode": mode, "when": when}
+
+
+def check_ranks(policy: Any, steps: Steps) -> None:
+    """Raises the error of a `best_fn`, or of values without an order, once it has to rank steps."""
+    for one in _each(policy):
+        if type(one).__name__ == "BestN" and one.n and len(known := steps()) > one.n:
+            values = sorted(one.get_metric_fn(info.metrics) for info in known if info.metrics)
+            if isinstance(next(iter(values), None), str):
+                warn_once("`best_fn` returns text, which jaxckpt does not rank: all steps stay.")
 
 
 def _latest(policy: Any) -> dict[str, Any]:

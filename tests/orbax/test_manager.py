@@ -228,6 +228,41 @@ def test_no_step_goes_while_there_are_fewer_than_max_to_keep(tmp_path, metrics):
     twice(program, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "best",
+    [lambda metrics: metrics["los"], lambda metrics: metrics.get("los"), lambda metrics: 1 / 0],
+    ids=["typo", "None", "another error"],
+)
+def test_an_error_of_best_fn_is_raised_once_it_has_to_rank(tmp_path, best):
+    """Each save that makes more steps than are kept raises it; all steps are there."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=best)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            save, args = manager.save, ocp.args.StandardSave(tree())
+            out = [raised(save, step, args=args, metrics={"loss": 0.5}) for step in range(4)]
+            manager.wait_until_finished()
+            return [*out, manager.all_steps(), raised(manager.best_step)]
+
+    out = twice(program, tmp_path)
+
+    assert out[:2] == [None, None]
+    assert out[4] == [0, 1, 2, 3]
+
+
+def test_that_text_is_not_ranked_is_said(tmp_path, caplog):
+    """Orbax orders it by its letters; here all steps stay."""
+    ours.policies.warn_once.cache_clear()
+    options = ours.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda m: m["loss"])
+    with ours.CheckpointManager(tmp_path, options=options) as manager:
+        for step, loss in enumerate(["9.5", "10.5", "8.5"]):
+            manager.save(step, args=ours.args.StandardSave(tree()), metrics={"loss": loss})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [0, 1, 2]
+    assert sum("returns text" in record.message for record in caplog.records) == 1
+
+
 def test_a_step_that_lacks_the_metric_of_best_fn_stays(tmp_path):
     """Orbax raises the error of the function at each save, and deletes none at all."""
 
