@@ -16,7 +16,7 @@ from jaxckpt.orbax.step import is_path_finalized as is_checkpoint_finalized  # n
 from jaxckpt.orbax.step import is_path_temporary as is_tmp_checkpoint  # noqa: F401
 from jaxckpt.orbax.tree import *  # noqa: F403
 
-TMP_DIR_SUFFIX = f"{names.TEMPORARY}-"
+TMP_DIR_SUFFIX = names.TEMPORARY
 
 
 def is_scalar(x: Any) -> bool:

@@ -91,6 +91,13 @@ def test_names_of_programs():
     assert ours.type_handlers.ParamInfo(name="w", use_zarr3=True).is_ocdbt_checkpoint is None
 
 
+@pytest.mark.parametrize("end", ["", "-17", "-1764475200123456"])
+def test_the_suffix_of_unfinished_saves_is_in_those_of_every_orbax(end):
+    """Since 0.11.25 their names end with it; before, a number followed."""
+    assert ours.utils.TMP_DIR_SUFFIX == theirs.utils.TMP_DIR_SUFFIX
+    assert ours.utils.TMP_DIR_SUFFIX in f"100.orbax-checkpoint-tmp{end}"
+
+
 def test_without_etils_the_error_names_the_extra(monkeypatch):
     """Orbax returns its paths."""
     monkeypatch.setitem(sys.modules, "etils", None)  # as if it were not installed
