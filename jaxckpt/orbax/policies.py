@@ -238,7 +238,9 @@ _When = Callable[[int], Any]
 
 
 _SAVE: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
-    "FixedIntervalPolicy": lambda p: {"every_steps": p.interval} if p.interval else {},
+    "FixedIntervalPolicy": lambda p: (  # 0 raises, as with Orbax; for jaxckpt it means never
+        {"when": lambda step: step % 0} if p.interval == 0 else {"every_steps": p.interval or 0}
+    ),
     "SpecificStepsPolicy": lambda p: {"when": lambda step: step in p.steps},
     "ContinuousCheckpointingPolicy": lambda p: (
         {"every_seconds": seconds, "first": True}

@@ -379,6 +379,23 @@ def test_options(tmp_path, name):
     twice(program, tmp_path)
 
 
+@pytest.mark.parametrize("interval", [0, None])
+def test_an_interval_of_0_is_an_error(tmp_path, interval):
+    """Where it has to decide: not in a save that is forced. None saves the first step only."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(save_interval_steps=interval)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            save, args = manager.save, ocp.args.StandardSave({"w": np.ones(1)})
+            out = [raised(save, step, args=args, force=step == 2) for step in range(4)]
+            manager.wait_until_finished()
+            return [*out, raised(manager.should_save, 9), manager.all_steps()]
+
+    out = twice(program, tmp_path)
+
+    assert out[-1] == ([2] if interval == 0 else [0, 2])
+
+
 def test_policies_of_a_manager(tmp_path):
     """Policies take the place of the other options, and exclude them."""
 
