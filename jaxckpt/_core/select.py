@@ -27,15 +27,16 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
 
 
 def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, where: str) -> None:
-    """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `where`."""
+    """Raises ValueError if a glob of `only` or `skip` matches none of `paths`, all of `where`."""
     for option, globs in (("only", only), ("skip", None if skip in ([], ()) else skip)):
         check_kind(where, option, globs)
-        if globs is not None and not any(_is_any(globs, path) for path in paths):
-            shown = globs[0] if not isinstance(globs, str) and len(globs) == 1 else globs
-            near = _nearest([shown] if isinstance(shown, str) else shown, paths)
-            raise ValueError(
-                f"{option} {shown!r} matches no leaf.{near} {some_paths(paths, where)}"
-            )
+        listed = [globs] if isinstance(globs, str) else globs
+        lost = [glob for glob in listed or () if not any(_is_any(glob, path) for path in paths)]
+        if lost or (listed is not None and not listed):
+            shown = ", ".join(map(repr, lost)) or repr(listed)
+            match = "match" if len(lost) > 1 else "matches"
+            hint = f"{_nearest(lost, paths)} {some_paths(paths, where)}"
+            raise ValueError(f"{option} {shown} {match} no leaf.{hint}")
 
 
 def check_kind(who: str, name: str, globs: object) -> None:

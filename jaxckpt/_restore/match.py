@@ -262,6 +262,10 @@ def _rename(
     saved: Sequence[Leaf], rename: Mapping[str, str], where: str
 ) -> tuple[list[Path], dict[str, str]]:
     paths, renamed = [], {}
+    for pattern, replacement in rename.items():
+        if not any(_replaced(leaf.text, pattern, replacement)[1] for leaf in saved):
+            there = some_paths([leaf.path for leaf in saved], where)
+            raise ValueError(f"rename {pattern!r} matches no leaf. {there}")
     for leaf in saved:
         text = leaf.text
         for pattern, replacement in rename.items():
@@ -279,8 +283,6 @@ def _rename(
     containers = {path[:i] for path in paths for i in range(len(path))}
     if above := sorted(path_text(path) for path in containers.intersection(paths)):
         raise ValueError(f"rename puts leaves below other leaves: {', '.join(above)}")
-    if not renamed:
-        raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, where)}")
     return paths, renamed
 
 

@@ -242,8 +242,10 @@ def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
     try:
         check_globs(only, None, list(paths.values()), where=ckpt.path)
     except ValueError as error:
-        hint = f"\nThe run has no step {globs[0]} either." if globs[0].isdecimal() else ""
-        raise ValueError(str(error).removeprefix("only ") + hint) from None
+        what = str(error).removeprefix("only ")
+        is_step = globs[0].isdecimal() and what.startswith(repr(globs[0]))
+        hint = f"\nThe run has no step {globs[0]} either." if is_step else ""
+        raise ValueError(what + hint) from None
     selected = selector(only, None)
     return {text: ckpt.leaves[text] for text, parts in paths.items() if selected(parts)}
 

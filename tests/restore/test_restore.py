@@ -545,6 +545,35 @@ def test_a_pattern_that_matches_nothing_is_an_error(plain):
         jaxckpt.restore(plain, {"lr": 0.0}, only="prams/*", extra="ignore")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"only": ["params", "stepp"]}, "only 'stepp' matches no leaf. Did you mean 'step'?"),
+        ({"skip": ("params", "prms/w", "a?")}, "skip 'prms/w', 'a?' match no leaf."),
+        ({"rename": {"^params": "model", "^optt": "adam"}}, "rename '^optt' matches no leaf."),
+    ],
+)
+def test_one_of_several_patterns_that_matches_nothing_is_an_error(plain, options, said):
+    """Else a typo beside a right pattern leaves a leaf as it is, and no one notices."""
+    like = {"params": {"w": jnp.zeros(6)}, "step": 0}
+
+    with pytest.raises(ValueError, match="no leaf") as caught:
+        jaxckpt.restore(plain, like, extra="ignore", missing="keep", **options)
+
+    assert said in str(caught.value)
+    assert "opt/0" in str(caught.value)  # as it was saved
+
+
+def test_a_pattern_that_an_earlier_one_shadows_is_no_error(plain):
+    """The first expression that matches counts; a pattern matches a saved leaf or one of `like`."""
+    rename = {"^params/": "model/", "^params/w$": "kernel"}
+    assert set(jaxckpt.restore(plain, rename=rename)["model"]) == {"w", "b"}
+
+    got = jaxckpt.restore(plain, {"lr": 0.0, "new": 3}, skip=["new", "step", "opt", "params"])
+
+    assert got == {"lr": 0.1, "new": 3}
+
+
 def test_only_and_skip_with_a_target(plain):
     """Leaves of `like` that are left out are returned unchanged, arrays and abstract ones alike."""
     like = {
