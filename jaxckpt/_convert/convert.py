@@ -56,7 +56,7 @@ def convert(
         CheckpointNotFound: `src` lacks a committed checkpoint.
         CorruptCheckpoint: the source is damaged; nothing was written.
         UnsupportedLeaf: leaves cannot be copied; the error lists them, and nothing was written.
-        StepExists: `dst` exists.
+        StepExists: `dst` exists, or has further items, which `overwrite` would delete.
         SaveFailed: the copy was not committed; the cause is chained.
 
     Example:

@@ -7,6 +7,7 @@ file. The checkpoint has a temporary name until the commit, as with `save`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import posixpath
@@ -21,16 +22,17 @@ from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
+from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.places import last_files
 from jaxckpt._disk.tensors import run_shape
 from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
-from jaxckpt.errors import UnsupportedLeaf
+from jaxckpt.errors import CheckpointError, StepExists, UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf, grid_of
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, real
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -62,7 +64,7 @@ def write_checkpoint(
 
     Raises:
         UnsupportedLeaf: plain files cannot store some leaves; nothing was written.
-        StepExists: `path` exists.
+        StepExists: `path` exists, or has several items, most of which would be lost.
         SaveFailed: the checkpoint was not committed; the cause is chained.
         CorruptCheckpoint: the source is damaged; nothing was written.
     """
@@ -72,6 +74,8 @@ def write_checkpoint(
     goal = _goal(source.tree, ocdbt=ocdbt, zstd=zstd)
     if not ocdbt:
         _check_plain(goal.leaves, path)
+    if overwrite:
+        _check_replaced(storage, path)
     transaction = None
     try:
         transaction = begin(storage, path, overwrite=overwrite)
@@ -94,6 +98,18 @@ def write_checkpoint(
         raise_save_error(path, error)
     seconds = time.monotonic() - start
     _logger.info("copied %s to %s: %d bytes, %.2f s", source.where, path, total_bytes, seconds)
+
+
+def _check_replaced(storage: Storage, path: str) -> None:
+    """Refuses to replace a checkpoint of several items by a copy of one tree."""
+    items, where = (), real(storage, path)
+    with contextlib.suppress(CheckpointError):  # else it is none, or damaged
+        items = at_rest(storage, where, lambda found: found.items if found.path == where else ())
+    if len(items) > 1:
+        raise StepExists(
+            f"{path} has several items ({', '.join(sorted(items))}), and a copy has only one tree. "
+            f"Nothing was changed: write it to another path, or delete {path} first."
+        )
 
 
 # --- the layout of each array ----------------------------------------------------------------

@@ -491,18 +491,36 @@ def test_convert_and_import_write_no_step_of_a_run_beside_its_job(root):
     jaxckpt.save(other, {"w": np.ones(3)})
     cli("export", other, file)
     over = ("--overwrite", "--yes")
-    with CheckpointManager(root):
+    with CheckpointManager(root) as manager:
+        manager.save(400, {"w": np.zeros(3)}).result()
         refused = [
             cli("convert", other, root / "100", *over),
             cli("convert", other, root / "900"),
             cli("import", file, root / "900"),
         ]
 
-    pinned, free = (cli("convert", other, root / step, *over) for step in ("200", "300"))
+    pinned, free = (cli("convert", other, root / step, *over) for step in ("200", "400"))
 
     assert [code for code, _, err in refused if "in use by a running job" in err] == [2] * 3
     assert (pinned[0], f"jaxckpt unpin {root}/200" in pinned[2]) == (2, True)
     assert (free[0], "params" in jaxckpt.restore(root / "200")) == (0, True)
+
+
+def test_convert_deletes_no_items_that_it_does_not_copy(root):
+    """A step is not compressed in place, nor replaced, with its metrics lost on the way."""
+    other, link = root.parent / "other", root.parent / "link"
+    jaxckpt.save(other, {"w": np.ones(3)})
+    link.symlink_to(root)
+
+    for source, run in ((root / "300", root), (other, root), (other, link), (root, link)):
+        target = f"{run}/300"
+        code, out, err = cli("convert", source, target, "--compression=zstd", "--overwrite", "-y")
+
+        assert (code, out) == (2, "")
+        assert f"{target} has several items (config, metrics, state)" in err
+        assert f"write it to another path, or delete {target} first" in err
+    assert "loss=0.1" in cli("ls", root)[1]
+    assert cli("verify", root / "300")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["convert", "cp"])
