@@ -65,6 +65,8 @@ class RestoreRequest:
             raise ValueError("mesh and shardings have no effect with as_numpy=True: leave them out")
         patterns = "a dict of regular expressions"
         check_type("restore", "rename", self.rename, Mapping | None, patterns)
+        for pattern, replacement in (self.rename or {}).items():
+            _check_expression(pattern, replacement)
         check_type("restore", "report", self.report, Callable | None, "a function")
         check_type("restore", "on_progress", self.on_progress, Callable | None, "a function")
         check_type("restore", "budget_bytes", self.budget_bytes, Real, "a number")
@@ -262,14 +264,14 @@ def _rename(
     saved: Sequence[Leaf], rename: Mapping[str, str], where: str
 ) -> tuple[list[Path], dict[str, str]]:
     paths, renamed = [], {}
-    for pattern, replacement in rename.items():
-        if not any(_replaced(leaf.text, pattern, replacement)[1] for leaf in saved):
+    for pattern in rename:
+        if not any(re.search(pattern, leaf.text) for leaf in saved):
             there = some_paths([leaf.path for leaf in saved], where)
             raise ValueError(f"rename {pattern!r} matches no leaf. {there}")
     for leaf in saved:
         text = leaf.text
         for pattern, replacement in rename.items():
-            new, count = _replaced(text, pattern, replacement)
+            new, count = re.subn(pattern, replacement, text, count=1)
             if count:
                 break
         else:
@@ -286,9 +288,9 @@ def _rename(
     return paths, renamed
 
 
-def _replaced(text: str, pattern: str, replacement: str) -> tuple[str, int]:
+def _check_expression(pattern: str, replacement: str) -> None:
     try:
-        return re.subn(pattern, replacement, text, count=1)
+        re.sub(pattern, replacement, "")
     except (re.error, IndexError, TypeError) as error:
         raise ValueError(
             f"restore: rename maps regular expressions to replacements, and {pattern!r} to "

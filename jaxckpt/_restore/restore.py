@@ -249,6 +249,18 @@ def restore_from(
     return pytree.rebuild(None if read.report.renamed else read.opened.tree, read.values)
 
 
+def as_restored(state: Any, request: RestoreRequest) -> Any:  # any pytree
+    """Returns a first state; raises what its restore would raise for the arguments, once saved."""
+    if all(one is None for one in (request.only, request.skip, request.shardings)):
+        return state
+    request, where = replace(request, rename=None), "the result of init"  # with the new names
+    wanted, _ = flatten_like(state, keep_values=True)
+    matched = match(pytree.flatten(state)[0].leaves(), wanted, request, where=where)
+    chooser = ShardingChooser(mesh=request.mesh, shardings=request.shardings, saved=dict)
+    plan_leaves(matched.leaves, chooser, request, where=where)
+    return state
+
+
 def _read(
     source: Source,
     request: RestoreRequest,

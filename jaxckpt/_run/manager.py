@@ -27,6 +27,7 @@ from jaxckpt._disk.find import read_step
 from jaxckpt._disk.pace import Pace
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.restore import as_restored
 from jaxckpt._run.by_hand import ByHand
 from jaxckpt._run.config import (
     MANAGER,
@@ -448,7 +449,8 @@ class CheckpointManager:
             init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
                 and, if it is jitted with `out_shardings`, the shardings. With `missing="keep"`,
                 `only` or `skip` it is called, for the leaves that are not restored.
-            items, fallback, options: As in `restore`.
+            items, fallback, options: As in `restore`. If the run is empty, they are checked against
+                the tree that `init` made.
 
         Returns:
             The state and its step, which is 0 if `init` made the state.
@@ -463,18 +465,18 @@ class CheckpointManager:
                 f"init must be a function that makes the first state, got {shown(init)}"
             )
         request = self._request(options, "restore_or")
+        reading = self._reading(None, items, request)
         start_s = time.monotonic()
         steps = self._resume.of("latest")
         if not steps:
-            return init(), 0
-        like = init() if request.keeps_values else shapes_of(init)
-        reading = self._reading(like, items, request)
+            return as_restored(init(), request), 0
+        reading.like = init() if request.keeps_values else shapes_of(init)
         try:
             read = reading.read
             found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
-            return init(), 0
+            return as_restored(init(), request), 0
         return self._go_on(found, reading, start_s, goes_on=True), found[1]
 
     def restore_items(

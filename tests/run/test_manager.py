@@ -1680,6 +1680,46 @@ def test_an_init_that_needs_values_says_what_to_do(tmp_path):
     assert "only traces init" in caught.value.__notes__[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"rename": {"(": "x"}}, ValueError, "rename maps regular expressions"),
+        ({"rename": {"w": r"\2"}}, ValueError, "cannot be used"),
+        ({"items": 3}, TypeError, "items must be a dict"),
+        ({"items": {"data": object()}}, TypeError, "'data' cannot be restored in place"),
+        ({"only": "zz"}, ValueError, "only 'zz' matches no leaf"),
+        ({"skip": ["n", "zz"]}, ValueError, "skip 'zz' matches no leaf"),
+        ({"shardings": 3}, TypeError, "shardings: leaf key needs a sharding"),
+        ({"shardings": {"v": None}}, ValueError, "nothing is named v"),
+        ({"shardings": {"w": P("x")}}, TypeError, "a PartitionSpec and mesh="),
+    ],
+)
+def test_restore_or_checks_its_arguments_at_the_first_start_too(tmp_path, options, kind, said):
+    """Not only at the restart after a preemption, when no one is there."""
+
+    def init():
+        return {"w": jnp.ones(4), "n": 0, "key": jax.random.key(0), "none": None}
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(kind, match=re.escape(said)):
+            manager.restore_or(init, **options)
+        manager.save(1, init()).result()
+        with pytest.raises(kind, match=re.escape(said)):
+            manager.restore_or(init, **options)
+
+
+def test_restore_or_takes_right_arguments_at_the_first_start(tmp_path, mesh):
+    """A `rename` is for steps with older names; the state of `init` has the new ones."""
+    state = {"w": jnp.ones((8, 4)), "n": 0, "key": jax.random.key(0), "none": None}
+    options = {"rename": {"^v$": "w"}, "skip": "n", "mesh": mesh}
+    options["shardings"] = {"w": P("x"), "key": P()}
+    with CheckpointManager(tmp_path / "run") as manager:
+        got, step = manager.restore_or(lambda: state, **options, items={"data": Counter()})
+
+    assert step == 0
+    assert got is state
+
+
 @as_processes
 def test_restore_or_keeps_the_shardings_of_init(tmp_path, mesh, processes):
     """The shardings of its `out_shardings` win over the saved ones, which apply if it has none."""
