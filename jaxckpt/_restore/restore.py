@@ -56,7 +56,7 @@ from jaxckpt.errors import (
     UnsupportedFormat,
 )
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
+from jaxckpt.format.tree import ARRAY_KINDS, MAX_DIGITS, Leaf, Path, path_text
 from jaxckpt.multihost import Processes, current, lead, raise_if_any
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
@@ -250,15 +250,19 @@ def restore_from(
 
 
 def as_restored(state: Any, request: RestoreRequest) -> Any:  # any pytree
-    """Returns a first state; raises what its restore would raise for the arguments, once saved."""
-    if all(one is None for one in (request.only, request.skip, request.shardings)):
+    """Returns a first state, cast to `dtype`; raises what its restore would raise, once saved."""
+    options = request.dtype, request.only, request.skip, request.shardings
+    if all(one is None for one in options):
         return state
     request, where = replace(request, rename=None), "the result of init"  # with the new names
-    wanted, _ = flatten_like(state, keep_values=True)
+    wanted, treedef = flatten_like(state, keep_values=True)
     matched = match(pytree.flatten(state)[0].leaves(), wanted, request, where=where)
     chooser = ShardingChooser(mesh=request.mesh, shardings=request.shardings, saved=dict)
-    plan_leaves(matched.leaves, chooser, request, where=where)
-    return state
+    values: dict[Path, Any] = {want.path: want.value for want in wanted}
+    for plan in plan_leaves(matched.leaves, chooser, request, where=where):
+        if plan.kind in ARRAY_KINDS and plan.dtype != values[plan.path].dtype:
+            values[plan.path] = values[plan.path].astype(plan.dtype)
+    return treedef.unflatten(values.values())
 
 
 def _read(

@@ -450,7 +450,7 @@ class CheckpointManager:
                 and, if it is jitted with `out_shardings`, the shardings. With `missing="keep"`,
                 `only` or `skip` it is called, for the leaves that are not restored.
             items, fallback, options: As in `restore`. If the run is empty, they are checked against
-                the tree that `init` made.
+                the state that `init` made, and `dtype` casts it.
 
         Returns:
             The state and its step, which is 0 if `init` made the state.

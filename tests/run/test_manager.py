@@ -1717,7 +1717,31 @@ def test_restore_or_takes_right_arguments_at_the_first_start(tmp_path, mesh):
         got, step = manager.restore_or(lambda: state, **options, items={"data": Counter()})
 
     assert step == 0
-    assert got is state
+    assert same(got, state)
+
+
+@as_processes
+@pytest.mark.parametrize("only", [None, "*w"])
+def test_restore_or_casts_the_first_state_as_it_does_a_saved_one(tmp_path, mesh, processes, only):
+    """Else a run trains in float32, and in bfloat16 from the first preemption on."""
+    sharding = NamedSharding(mesh, P("x", "y"))
+
+    def init():
+        w = jax.device_put(jnp.full((8, 8), 0.3), sharding)
+        numbers = {"n": 3, "lr": 0.1, "ids": jnp.arange(2), "np": np.full(3, 0.7)}
+        others = {"key": jax.random.key(0), "name": "run", "none": None, "one": np.float32(0.7)}
+        return {"w": w, "nested": [{"w": jnp.float32(0.3)}], **numbers, **others}
+
+    with CheckpointManager(tmp_path) as manager:
+        first, start = manager.restore_or(init, dtype=jnp.bfloat16, only=only)
+        manager.save(1, init()).result()
+        again, step = manager.restore_or(init, dtype=jnp.bfloat16, only=only)
+
+    assert (start, step) == (0, 1)
+    assert same(first, again)
+    assert first["w"].dtype == jnp.bfloat16
+    assert first["np"].dtype == (np.float64 if only else jnp.bfloat16)
+    assert first["w"].sharding == sharding
 
 
 @as_processes
