@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -91,6 +92,16 @@ def counted(count: int, what: str) -> str:
     """
     plural = {"leaf": "leaves", "entry": "entries"}.get(what, f"{what}s")
     return f"{count:,} {what if count == 1 else plural}"
+
+
+def command(*words: object) -> str:
+    """Returns a command of jaxckpt, quoted for a shell.
+
+    Example:
+        >>> command("rm", "my run", 3)
+        "jaxckpt rm 'my run' 3"
+    """
+    return shlex.join(["jaxckpt", *map(str, words)])
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[bool] = ()) -> list[str]:

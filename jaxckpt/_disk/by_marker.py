@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final, Self, final
 
+from jaxckpt._core.text import command
 from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Files, Work, read_small, warn
 from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.format import names
@@ -215,7 +216,7 @@ class MarkerCommit(SharedDirectory):
             parent, name = posixpath.split(self.path)
             raise SaveFailed(
                 f"{self.path} may be committed: the store did not answer whether its "
-                f"{names.COMMIT_MARKER} was written: {error}. If `jaxckpt ls {parent}` shows "
+                f"{names.COMMIT_MARKER} was written: {error}. If `{command('ls', parent)}` shows "
                 f"{name} once the store answers, the checkpoint is complete."
             ) from error
 

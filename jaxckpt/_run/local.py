@@ -17,12 +17,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import posixpath
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from jaxckpt._core.text import command
 from jaxckpt._run.copies import Saved, astray, latest
 from jaxckpt._run.identity import (
     ensure_id,
@@ -187,7 +189,7 @@ class _Home:
             f"{root}: steps {gone} are of an earlier life of this run, which has step "
             f"{newest.step} now: it went on without them. They are not restored, and deleted after "
             "the next save there. To keep one: "
-            f"{_copying(root)} {root}/{posixpath.basename(index.path(gone[-1]))} NEW"
+            + _copying(root, posixpath.basename(index.path(gone[-1])))
             for root, gone in others.items()
             if gone and newest is not None
         ]
@@ -195,9 +197,11 @@ class _Home:
         return {"root": index.root, "others": others, "astray": gone, "problems": problems}
 
 
-def _copying(root: str) -> str:
+def _copying(root: str, step: str) -> str:
     """Returns the command that copies a step, of which a share may have only a part."""
-    return "cp -r" if names.shares([posixpath.basename(root)]) else "jaxckpt fork"
+    if names.shares([posixpath.basename(root)]):
+        return shlex.join(["cp", "-r", f"{root}/{step}", "NEW"])
+    return command("fork", f"{root}/{step}", "NEW")
 
 
 def _of_disks(given: Sequence[Any]) -> Any:  # JSON
@@ -289,7 +293,7 @@ def _about_others(local: StepIndex, identity: Identity, home: str) -> str:
     if not there:
         return ""
     listed = "; ".join(f"{root}: {shown([*map(str, steps)])}" for root, steps in there.items())
-    remove = "; ".join(f"jaxckpt rm {at} {' '.join(map(str, n))}" for at, n in there.items())
+    remove = "; ".join(command("rm", at, *n) for at, n in there.items())
     whose, more = "another run", ""
     if other is None:
         whose = "another run or an older release, none of which is in the directory of this run"

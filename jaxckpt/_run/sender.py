@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from jaxckpt._core.text import command
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.pace import Pace
@@ -86,7 +87,7 @@ class Sender:
         """Returns which steps are not uploaded, and what to do about it."""
         source, target = self.source.index.root, self.target.index.root
         hosts = "on each host, this last: " if self.source.group.leaders.count > 1 else ""
-        later = f"To upload them later: {hosts}jaxckpt upload {source} {target}"
+        later = f"To upload them later: {hosts}{command('upload', source, target)}"
         return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
 
     def seconds_for(self, size_bytes: int) -> float | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from jaxckpt._core.text import counted, size_text
+from jaxckpt._core.text import command, counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Cell, Parts, Styled
 
@@ -209,11 +209,11 @@ def _print_next(root: str, reports: dict[int, VerifyReport], *, aside: bool) -> 
     """Prints what to run if steps are not good."""
     bad = [number for number, report in reports.items() if not report.ok]
     if bad:
-        _output.echo(f"All problems of a step:  jaxckpt verify {root} {bad[0]}")
+        _output.echo(f"All problems of a step:  {command('verify', root, bad[0])}")
     if any(report.damaged for report in reports.values()):
-        _output.echo(f"Mend from a copy:        jaxckpt heal {root} OTHER")
+        _output.echo(f"Mend from a copy:        {command('heal', root, 'OTHER')}")
         if aside and any(report.ok for report in reports.values()):  # else none is set aside
-            _output.echo(f"Set damaged steps aside: jaxckpt scrub {root}")
+            _output.echo(f"Set damaged steps aside: {command('scrub', root)}")
 
 
 def _set_aside(run: Deletion, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:

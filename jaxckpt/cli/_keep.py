@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxckpt._core.text import counted, size_text
+from jaxckpt._core.text import command, counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._look import STEP_HEAD, STEP_RIGHT, print_steps, step_row
 from jaxckpt.cli._output import Styled
@@ -99,7 +99,7 @@ def rm(
     if pinned:
         raise ValueError(
             f"{root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
-            f"jaxckpt unpin {root} {' '.join(map(str, pinned))}"
+            + command("unpin", root, *pinned)
         )
     if item is not None:
         _rm_item(run, numbers, item, dry_run=dry_run, yes=yes, no_job=no_job, as_json=as_json)
@@ -425,7 +425,7 @@ def _verify_kept(found: RunOverview, planned: Plan) -> None:
         lines = "\n".join(bad)
         raise ValueError(
             f"{found.path}: nothing was deleted, because steps that would stay are not good:\n"
-            f"{lines}\nSet damaged steps aside: jaxckpt scrub {found.path}\n"
+            f"{lines}\nSet damaged steps aside: {command('scrub', found.path)}\n"
             "Delete without this check: pass --no-verify"
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jaxckpt._core.text import size_text
+from jaxckpt._core.text import command, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
@@ -301,7 +301,7 @@ def _writing(dst: str, *, overwrite: bool, yes: bool) -> Iterator[None]:
                 if not isinstance(error.__cause__, io.UnsupportedOperation):
                     raise
         if overwrite and storage.kind(f"{where}/{names.PINNED}") is not None:
-            raise ValueError(f"{where} is pinned. To unpin it, run: jaxckpt unpin {where}")
+            raise ValueError(f"{where} is pinned. To unpin it, run: {command('unpin', where)}")
         yield
 
 

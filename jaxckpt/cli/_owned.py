@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterator
 from typing import NoReturn
 
+from jaxckpt._core.text import command
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
@@ -86,7 +87,8 @@ def owned(
         raise SaveFailed(
             f"{root}: a job died while it deleted steps {steps}, and the next job that opens the "
             f"run for writing deletes the rest. Nothing was changed. To delete them now, run: "
-            f"jaxckpt rm {root} {steps}. To keep one, copy it: jaxckpt fork {root}/{left[0]} RUN"
+            f"{command('rm', root, *left)}. To keep one, copy it: "
+            + command("fork", f"{root}/{left[0]}", "RUN")
         )
     owner = Ownership(seen.leases)
     try:  # also of an opening that fails once it has the lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import time
 
@@ -207,6 +208,23 @@ def test_rm_refuses_a_pinned_step(root):
     assert code == 2
     assert f"jaxckpt unpin {root} 100" in err
     assert len(steps_of(root)) == 6
+
+
+def test_a_printed_command_can_be_pasted_into_a_shell(root):
+    """Also one with a path that has a space or a quote."""
+    spaced = root.parent / "my user's runs" / "a"
+    spaced.parent.mkdir()
+    root.rename(spaced)
+    cli("pin", spaced, 100)
+
+    _, _, refused = cli("rm", spaced, 100, "--yes")
+    program, *words = shlex.split(refused.partition("run: ")[2])
+    flip(spaced / "300" / "state")
+    _, advice, _ = cli("scrub", spaced, "--dry-run")
+
+    assert (program, cli(*words)[0]) == ("jaxckpt", 0)
+    assert f"jaxckpt heal {shlex.quote(str(spaced))} OTHER" in advice
+    assert cli("rm", spaced, 100, "--yes")[0] == 0
 
 
 def test_rm_leaves_a_step_that_is_being_read(root):
