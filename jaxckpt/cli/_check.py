@@ -145,16 +145,22 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     run = run_at(storage, where)
     reports = read_steps(run, run.index.present())
     damaged = [number for number, report in reports.items() if report.damaged]
+    sets_aside = any(report.ok for report in reports.values()) and damaged and not dry_run
     if not as_json:
         _print_reports(where, reports)
+    if not as_json and not (sets_aside and yes):  # else what to do depends on what is set aside
         _print_next(where, reports, aside=dry_run)
     aside: list[int] = []
-    if damaged and any(report.ok for report in reports.values()) and not dry_run:
+    if sets_aside:
         names = ", ".join(map(str, damaged))
         _output.confirm(f"Set aside {counted(len(damaged), 'step')} of {where}: {names}?", yes=yes)
         aside = _set_aside(run, damaged, no_job=no_job, say=not as_json)
     elif damaged and not dry_run:
         _output.note("No step is intact, so none is set aside.")
+    if aside and not as_json:
+        left = {number: report for number, report in reports.items() if number not in aside}
+        _print_next(where, left, aside=False)
+        _output.echo(f"Copy from another place: {command('upload', 'OTHER', where)}")
     if as_json:
         steps = [{"step": number, **_facts(report)} for number, report in reports.items()]
         _output.print_json({"path": where, "steps": steps, "set_aside": aside})

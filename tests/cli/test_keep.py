@@ -584,6 +584,23 @@ def test_scrub_sets_damaged_steps_aside(root):
     assert cli("scrub", root)[0] == 0
 
 
+def test_scrub_says_what_works_once_a_step_is_set_aside(root):
+    """Such a step cannot be verified or mended; a copy of it can be uploaded."""
+    copy = root.parent / "copy"
+    shutil.copytree(root, copy)
+    flip(root / "300" / "state")
+
+    code, out, _ = cli("scrub", root, "--yes")
+    program, *words = shlex.split(out.splitlines()[-1].partition("place: ")[2])
+    mended = cli(*(copy if word == "OTHER" else word for word in words))
+
+    assert (code, program, words[0]) == (1, "jaxckpt", "upload")
+    assert "jaxckpt verify" not in out
+    assert "jaxckpt heal" not in out
+    assert mended[0] == 0
+    assert 300 in steps_of(root)
+
+
 def test_scrub_leaves_a_run_in_which_no_step_is_whole(root):
     """It must not look like a new one."""
     for step in steps_of(root):
