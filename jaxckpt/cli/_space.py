@@ -76,7 +76,9 @@ def space(path: str) -> Space:
         parts = [part for part in parts if part[2]]  # others were deleted meanwhile
     else:
         found = _found(storage, where)
-        parts = [] if found is None else [_part(storage, found.path, None, found.items)]
+        one = None if found is None else step_overview(PathIn(storage, found.path))
+        number = None if one is None else one.step
+        parts = [] if found is None else [_part(storage, found.path, number, found.items)]
     # The path of an item means its checkpoint, as everywhere.
     top = parts[0][1] if parts and not steps else where
     files = _files(storage, top)

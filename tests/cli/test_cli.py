@@ -373,7 +373,10 @@ def test_du_of_one_checkpoint(root):
     _, step = said_json("du", root / "100")
     _, torn = said_json("du", root / "300")
     _, weights = said_json("du", root.parent / "weights")
+    _, item = said_json("du", root / "100" / "state")
 
+    numbers = [[part["step"] for part in one["steps"]] for one in (step, item)]
+    assert numbers == [[100], [100]]
     assert step["size_bytes"] == bytes_of(root / "100")
     assert torn["size_bytes"] == bytes_of(root / "300")
     assert weights["branches"] == {"state/w": 800}
