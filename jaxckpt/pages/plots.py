@@ -63,8 +63,6 @@ def metric(
         ...         metric(manager).get_ylabel()
         'loss'
     """
-    from matplotlib.ticker import MaxNLocator
-
     is_root = isinstance(run, (str, os.PathLike))
     found = overview(run if is_root else run.directory)
     keep = found.keep if is_root else _steps.policy(run, found.keep)
@@ -79,6 +77,8 @@ def metric(
             f"{', '.join(names) or 'no metrics'}"
         )
     ax = _axes(ax)
+    from matplotlib.ticker import MaxNLocator  # after `_axes`, which names a missing package
+
     ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
     kept = [m for m in marks if m.kept and not m.bad]
     deleted = [m for m in marks if not m.kept and not m.bad]
@@ -136,13 +136,13 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
         >>> timings([one]).get_xlabel()
         'seconds'
     """
-    from matplotlib.patches import Patch
-
     shown = [*timings][-_MAX_BARS:]
     if not shown:
         raise ValueError("no timings to draw: nothing was saved or restored yet")
     both = len({one.kind for one in shown}) > 1
     ax = _axes(ax, height=1.1 + 0.34 * max(len(shown), 2))
+    from matplotlib.patches import Patch  # after `_axes`, which names a missing package
+
     left = np.zeros(len(shown))
     colours = _palette.phase_colours(name for one in shown for name in one.phases)
     for name, colour in colours.items():

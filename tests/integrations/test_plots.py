@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import jax
 import matplotlib as mpl
@@ -48,6 +49,18 @@ def marked(ax):
         marks.get_label(): [(int(x), float(y)) for x, y in marks.get_offsets()]
         for marks in ax.collections
     }
+
+
+@pytest.mark.parametrize("plot", ["metric", "timings", "sharding"])
+def test_a_plot_names_the_package_that_is_missing(tmp_path, monkeypatch, plot):
+    """With the command that installs it."""
+    one = Timing(kind="save", path="run/1", step=1, total_bytes=1, seconds=1.0, phases={})
+    of = {"metric": run_of(tmp_path, {1: {"loss": 0.5}}), "timings": [one]}
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(ModuleNotFoundError, match=r"a plot needs .* pip install matplotlib"):
+        getattr(plots, plot)(of.get(plot, jax.numpy.ones(3)))
 
 
 # --- a metric ------------------------------------------------------------------------------------
