@@ -63,8 +63,7 @@ class RestoreRequest:
         check_type("restore", "mesh", self.mesh, jax.sharding.Mesh | None, "a jax.sharding.Mesh")
         if self.as_numpy and (self.mesh, self.shardings) != (None, None):
             raise ValueError("mesh and shardings have no effect with as_numpy=True: leave them out")
-        patterns = "a dict of regular expressions"
-        check_type("restore", "rename", self.rename, Mapping | None, patterns)
+        check_type("restore", "rename", self.rename, Mapping | None, "a dict by regular expression")
         for pattern, replacement in (self.rename or {}).items():
             _check_expression(pattern, replacement)
         check_type("restore", "report", self.report, Callable | None, "a function")
@@ -128,8 +127,7 @@ def describe(
 def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]:
     """Returns the leaves of a target, a tree or an open checkpoint, and its treedef.
 
-    Keeps no reference to the arrays of `like` unless `keep_values`, so that the caller can free
-    their memory.
+    Keeps no reference to arrays of `like` unless `keep_values`, so that callers can free them.
     """
     if (as_like := getattr(like, "_as_like", None)) is not None:  # what `open` returned
         like = as_like()
@@ -264,10 +262,11 @@ def _rename(
     saved: Sequence[Leaf], rename: Mapping[str, str], where: str
 ) -> tuple[list[Path], dict[str, str]]:
     paths, renamed = [], {}
-    for pattern in rename:
-        if not any(re.search(pattern, leaf.text) for leaf in saved):
-            there = some_paths([leaf.path for leaf in saved], where)
-            raise ValueError(f"rename {pattern!r} matches no leaf. {there}")
+    lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
+    if lost:
+        match = f"{', '.join(map(repr, lost))} {'match' if len(lost) > 1 else 'matches'}"
+        there = some_paths([leaf.path for leaf in saved], where)
+        raise ValueError(f"rename {match} no leaf. {there}")
     for leaf in saved:
         text = leaf.text
         for pattern, replacement in rename.items():

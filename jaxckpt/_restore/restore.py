@@ -114,8 +114,8 @@ def restore(
             that has this dtype may be cast from any kind but complex, which cuts off fractions.
         as_numpy: Returns host arrays in place of jax arrays. Typed PRNG keys stay keys.
         only, skip: Globs over leaf paths (`params/*`); the name of a container includes its leaves.
-            Leaves of `like` that are left out are returned as they are.
-        rename: Maps regular expressions over saved paths to the replacement of the match.
+            Each has to match. Leaves of `like` that are left out are returned as they are.
+        rename: Maps regular expressions, each of which matches a saved path, to replacements.
         missing: Whether a leaf of `like` that was not saved is an error, or keeps its value.
         extra: Whether a saved leaf that is not in `like` is an error, or is ignored.
         resize: Whether to cut off arrays that are longer than in `like`, and to pad shorter arrays

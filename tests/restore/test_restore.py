@@ -551,6 +551,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(plain):
         ({"only": ["params", "stepp"]}, "only 'stepp' matches no leaf. Did you mean 'step'?"),
         ({"skip": ("params", "prms/w", "a?")}, "skip 'prms/w', 'a?' match no leaf."),
         ({"rename": {"^params": "model", "^optt": "adam"}}, "rename '^optt' matches no leaf."),
+        ({"rename": {"x": "", "^params": "model", "z": ""}}, "rename 'x', 'z' match no leaf."),
     ],
 )
 def test_one_of_several_patterns_that_matches_nothing_is_an_error(plain, options, said):
