@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1741, 11, 20),
-    "manager open + save": (3976, 15, 41),
-    "open + save, local": (6390, 18, 126),
+    "save again": (1746, 11, 20),
+    "manager open + save": (3988, 15, 41),
+    "open + save, local": (6400, 18, 126),
     "restore(path, like)": (2243, 14, 8),
-    "manager.restore(like)": (2739, 18, 10),
+    "manager.restore(like)": (2768, 18, 10),
     "open": (598, 10, 5),
-    "verify": (1892, 15, 17),
+    "verify": (1887, 15, 17),
 }
 
 
@@ -184,10 +184,10 @@ FOLDERS = {
     "_disk": (5165, 3617),
     "_inspect": (1215, 818),
     "_progress": (223, 167),
-    "_restore": (2191, 1635),
+    "_restore": (2190, 1635),
     "_run": (10171, 6999),
     "_save": (2361, 1658),
-    "cli": (4597, 3307),
+    "cli": (4605, 3315),
     "format": (3313, 2180),
     "integrations": (478, 264),
     "multihost": (973, 605),
