@@ -183,7 +183,9 @@ class Root:
         index.remember(info)
         if life != self._life:
             self._leave_behind(info.step, life)
-        gone = {*index.steps()}.difference(self.lone or ()) | index.astray
+        gone = {*index.astray}
+        if self.lone is not None:  # else process 0 may lack steps that it cannot decide about
+            gone |= {*index.steps()} - self.lone
         index.astray.difference_update(self.deletion.delete(sorted(gone - {*stay})))
         self._verified.update([info.step] if is_good else [])
         self.tidy(lambda: stay)
@@ -402,10 +404,12 @@ def learn_lone(root: Root, name: str) -> None:
         return
     with (
         meeting(job, f"{name}/steps", _not_in_first, where=where) as met,
-        contextlib.suppress(OSError),  # `follow` raises it
+        contextlib.suppress(OSError),
     ):
         met.value = here = index.steps()
     lacked = whole = met.value
+    if lacked is None:  # a disk could not be read: after the next commit
+        return
     if lacked and not root.peers.urls:  # else peers may have the rest
         with meeting(job, f"{name}/whole", whole_of, where=where) as met:
             met.value = lacking([index, *root.peers.here], lacked)
@@ -414,10 +418,9 @@ def learn_lone(root: Root, name: str) -> None:
     index.astray.update({*lacked}.difference(whole).intersection(here))
 
 
-def _not_in_first(given: list[Any]) -> list[int]:
-    """Returns the steps that others have, unless those of the first are unknown."""
-    first, *others = given
-    return [] if first is None else sorted({*chain(*filter(None, others))}.difference(first))
+def _not_in_first(given: list[Any]) -> list[int] | None:
+    """Returns the steps that only others have; None if those of a process are unknown."""
+    return None if None in given else sorted({*chain(*given)}.difference(given[0]))
 
 
 def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> Any:  # JSON
@@ -428,7 +431,7 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
             places; see `Peers`. They have metrics if the policy of the last root ranks by one.
 
     Raises:
-        OSError: no disk can be read.
+        OSError: no disk has a step, and one of them cannot be read.
     """
     root, run = roots[0], roots[-1]
     name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge)
@@ -437,12 +440,14 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     if heard["blind"]:
-        problem = f"no local disk can be read: {heard['told'][0][1]}"
+        problem = (
+            f"a local disk, which may have the newest step, cannot be read: {heard['told'][0][1]}"
+        )
         raise OSError(errno.EIO, problem, root.index.root)
     return heard["verdict"]
 
 
-def _here(root: Root, *, is_ranked: bool) -> Json:
+def _here(root: Root, *, is_ranked: bool, tries_left: int = 1) -> Json:
     """Returns the steps on this process's disk, those elsewhere, and the disk's problem."""
     steps, others, problem = [], [], ""
     there = partial(steps_on_disk, is_ranked=is_ranked)
@@ -451,6 +456,8 @@ def _here(root: Root, *, is_ranked: bool) -> Json:
         steps = there(root.index)
         others = [there(one) for one in root.peers.here]
     except OSError as error:
+        if tries_left:  # a read may fail once
+            return _here(root, is_ranked=is_ranked, tries_left=0)
         problem = text_of(error) or ""
     if root.group.job.index == 0:  # one process asks all peers
         others += [there(one) for one in root.peers.there()]
@@ -461,5 +468,5 @@ def _judged(judge: Callable[[Told, Told], Json], given: list[Any]) -> Json:
     disks = [[*map(Held.told, steps)] for steps, *_ in given]
     others = [[*map(Held.told, steps)] for _, some, _ in given for steps in some]
     bad = {i: text for i, (*_, text) in enumerate(given) if text}
-    blind = len(bad) == len(given) and not any(disks)
+    blind = bool(bad) and not any(disks) and not any(others)  # those may have the newest step
     return {"verdict": judge(disks, others), "blind": blind, **first_of(bad)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -102,17 +103,29 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
         return {"start": start, "read": before, "problems": manager.problems}
 
 
-def keep_best(me, root, hosts, losses, replicas):
+def keep_best(me, root, hosts, losses, replicas, faulty=-1):
     """Restores, and saves a step for each loss, every third one in the directory too.
+
+    Args:
+        faulty: The host whose disk cannot be listed, once, when the first step has its name there.
 
     Returns:
         For each of these steps, the steps that its disk has afterwards; and the best of all.
     """
     import jaxckpt
 
-    ranks = jaxckpt.KeepPolicy(metric="loss")
+    ranks, named = jaxckpt.KeepPolicy(metric="loss"), []
     local, there = {"keep": jaxckpt.KeepPolicy(last=1, best=1, metric="loss")}, []
-    with opened(root, hosts[me.index], [], keep=ranks, every=3, of_local=local) as manager:
+
+    def fault(verb, path):
+        if verb == "rename" and "share_0/5." in path and hosts[me.index] == faulty:
+            named.append(path)
+        if verb == "entries" and path.endswith("share_0") and named:
+            named.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    options = {"keep": ranks, "every": 3, "of_local": local, "fault": fault}
+    with opened(root, hosts[me.index], [], **options) as manager:
         _, start = manager.restore_or(init_of(replicas))
         for step, loss in enumerate(losses, start + 1):
             manager.save(step, state_at(step, replicas), metrics={"loss": loss}).result()

@@ -195,6 +195,30 @@ def test_a_new_disk_of_process_0_deletes_no_best_step_on_another(zygote, ram_pat
         assert here == there == [[[4], [5]], 3]  # which the directory has
 
 
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_disk_that_cannot_be_listed_then_deletes_no_best_step_either(zygote, ram_path, faulty):
+    """Which steps process 0 lacks is learned after the next save."""
+    two = {"count": 2, "function": children.keep_best}
+    run(zygote, ram_path, [0, 1], [5, 1, 7, 8], 2, **two)
+    wipe(ram_path, 0)
+
+    here, there = run(zygote, ram_path, [0, 1], [9, 9], 2, faulty, **two)
+
+    assert here[1] == there[1] == 2
+    assert there[0][-1] == [2, 6]
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_the_only_disk_with_steps_makes_no_older_step_the_latest(zygote, ram_path, times):
+    """It is listed again, and then an error: the directory has an older step."""
+    run(zygote, ram_path, [0, 1], STEPS, 2, False, count=2)
+    wipe(ram_path, 0)
+    fault = (1, "entries", "share_0", errno.EIO, times)
+
+    for said in run(zygote, ram_path, [0, 1], 0, *fault, count=2, function=children.resume):
+        assert said == STEPS if times == 1 else os.strerror(errno.EIO) in said
+
+
 def test_what_another_number_of_processes_saved_later_counts(zygote, ram_path):
     """The newest step of the run has a lower number than the steps that it left in the shares."""
     run(zygote, ram_path, [0, 1], 5, 1, False, count=2)
