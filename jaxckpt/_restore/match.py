@@ -198,7 +198,7 @@ def match(
     """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
     names, renamed = [leaf.path for leaf in saved], {}
     if request.rename:
-        names, renamed = _rename(saved, request.rename, where)
+        names, renamed = _rename(saved, wanted, request.rename, where)
     by_path = dict(zip(names, saved, strict=True))
     selected: Callable[[Path], bool] | None = None
     if request.only is not None or request.skip is not None:
@@ -259,14 +259,16 @@ def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
 
 
 def _rename(
-    saved: Sequence[Leaf], rename: Mapping[str, str], where: str
+    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, rename: Mapping[str, str], where: str
 ) -> tuple[list[Path], dict[str, str]]:
-    paths, renamed = [], {}
+    paths, renamed = [leaf.path for leaf in saved], {}
     lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
+    if len(lost) == len(rename) and wanted and {want.path for want in wanted} <= {*paths}:
+        return paths, {}  # a job goes on that has saved them under their new names
     if lost:
         match = f"{', '.join(map(repr, lost))} {'match' if len(lost) > 1 else 'matches'}"
-        there = some_paths([leaf.path for leaf in saved], where)
-        raise ValueError(f"rename {match} no leaf. {there}")
+        raise ValueError(f"rename {match} no leaf. {some_paths(paths, where)}")
+    paths = []
     for leaf in saved:
         text = leaf.text
         for pattern, replacement in rename.items():

@@ -1720,6 +1720,21 @@ def test_restore_or_takes_right_arguments_at_the_first_start(tmp_path, mesh):
     assert same(got, state)
 
 
+def test_a_loop_with_rename_goes_on_from_its_own_steps(tmp_path):
+    """The first start finds the older names, the next ones those of its own steps."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"v": 1}).result()
+    for step in (1, 2):
+        with CheckpointManager(tmp_path) as manager:
+            got = manager.restore_or(lambda: {"w": 0}, rename={"^v$": "w"})
+            manager.save(step + 1, {"w": step + 1}).result()
+
+        assert got == ({"w": step}, step)
+    lacking = {"w": 0, "x": 0}
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="no leaf"):
+        manager.restore(lacking, rename={"^v$": "x"})
+
+
 @as_processes
 @pytest.mark.parametrize("only", [None, "*w"])
 def test_restore_or_casts_the_first_state_as_it_does_a_saved_one(tmp_path, mesh, processes, only):
