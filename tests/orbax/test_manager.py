@@ -19,7 +19,8 @@ import pytest
 
 import jaxckpt
 import jaxckpt.orbax as ours
-from jaxckpt.format import jsontext
+from jaxckpt.format import jsontext, names
+from jaxckpt.format.step import decode_record, encode_record
 from tests.orbax.twice import raised, read_each, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -133,6 +134,19 @@ def test_the_main_item_is_that_of_the_same_step_by_orbax(tmp_path, trees, main):
         assert all("several items, none named 'state'" in str(error) for error in out)
     else:
         assert out[4:] == [main, {"name": trees.index(main)}, {"name": trees.index(main)}]
+
+
+def test_an_item_that_is_no_tree_is_not_the_main_one_of_several(tmp_path):
+    """Records of before name the first item, of any kind."""
+    args, save = ours.args, ours.args.StandardSave({"w": jnp.ones(2)})
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args.Composite(meta=args.JsonSave({"x": 1}), ema=save, params=save))
+    file = tmp_path / "1" / names.RECORD
+    record = decode_record(file.read_bytes(), file=str(file))
+    file.write_bytes(encode_record(dataclasses.replace(record, item="meta")))
+
+    with pytest.raises(jaxckpt.CheckpointNotFound, match="several items"):
+        jaxckpt.restore(tmp_path / "1")
 
 
 def test_items_without_a_main_one_can_be_deleted(tmp_path):
