@@ -62,8 +62,8 @@ class Root:
     group: Group  # of the processes that have it; each its own, on the disk of a host
     peers: Peers = field(default_factory=Peers)
     lives: dict[int, Saved] = field(default_factory=dict)  # of steps read here or elsewhere
-    # The steps that process 0 lacked, though the other disks together may have them whole; None
-    # before the first commit of this job.
+    # The steps that process 0 lacks, though the other disks together may have them whole; None if
+    # a disk could not be listed after the last commit.
     lone: set[int] | None = None
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
@@ -392,30 +392,27 @@ def newest_whole(disks: Told, *_: Any, most: int | None = None) -> int | None:
 def learn_lone(root: Root, name: str) -> None:
     """Learns which steps process 0 lacks; parts that cannot become whole are to be deleted.
 
-    Only once in a job, since a disk is replaced between two.
-
     Args:
         name: Of the save after which all processes call this, each with its own root.
     """
     from jaxckpt._run.disks import lacking, whole_of
 
     job, where, index, here = root.group.job, root.index.root, root.index, list[int]()
-    if root.lone is not None:
-        return
     with (
         meeting(job, f"{name}/steps", _not_in_first, where=where) as met,
         contextlib.suppress(OSError),
     ):
         met.value = here = index.steps()
-    lacked = whole = met.value
-    if lacked is None:  # a disk could not be read: after the next commit
+    known, root.lone = root.lone or set(), None
+    if met.value is None:  # then after the next commit
         return
-    if lacked and not root.peers.urls:  # else peers may have the rest
+    new = whole = {*met.value} - known
+    if new and not root.peers.urls:  # else peers may have the rest
         with meeting(job, f"{name}/whole", whole_of, where=where) as met:
-            met.value = lacking([index, *root.peers.here], lacked)
-        whole = met.value
-    root.lone = {*whole}
-    index.astray.update({*lacked}.difference(whole).intersection(here))
+            met.value = lacking([index, *root.peers.here], new)
+        whole = {*met.value}
+    root.lone = known | whole
+    index.astray.update((new - whole).intersection(here))
 
 
 def _not_in_first(given: list[Any]) -> list[int] | None:

@@ -103,11 +103,12 @@ def train(me, root, hosts, steps, replicas=REPLICAS, data=True, budget_bytes=1 <
         return {"start": start, "read": before, "problems": manager.problems}
 
 
-def keep_best(me, root, hosts, losses, replicas, faulty=-1):
+def keep_best(me, root, hosts, losses, replicas, faulty=-1, loses=-1):
     """Restores, and saves a step for each loss, every third one in the directory too.
 
     Args:
         faulty: The host whose disk cannot be listed, once, when the first step has its name there.
+        loses: The host that loses step 2 after step 3.
 
     Returns:
         For each of these steps, the steps that its disk has afterwards; and the best of all.
@@ -132,6 +133,8 @@ def keep_best(me, root, hosts, losses, replicas, faulty=-1):
             manager.wait_until_finished()
             share = Path(f"{root}/host{hosts[me.index]}/local/share_0")
             there.append(sorted(int(path.name) for path in share.glob("[0-9]")))
+            if step == 3 and hosts[me.index] == loses:
+                shutil.rmtree(share / "2")
         return there, manager.best_step()
 
 

@@ -195,6 +195,16 @@ def test_a_new_disk_of_process_0_deletes_no_best_step_on_another(zygote, ram_pat
         assert here == there == [[[4], [5]], 3]  # which the directory has
 
 
+def test_a_step_that_process_0_loses_stays_on_another_disk(zygote, ram_path):
+    """Such as a copy that was damaged and set aside in the middle of a job."""
+    two = {"count": 2, "function": children.keep_best}
+
+    here, there = run(zygote, ram_path, [0, 1], [5, 1, 7, 8, 9], 2, -1, 0, **two)
+
+    assert here == [[[1], [2], [2, 3], [3, 4], [3, 5]], 2]
+    assert there == [[[1], [2], [2, 3], [2, 3, 4], [2, 3, 5]], 2]
+
+
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_a_disk_that_cannot_be_listed_then_deletes_no_best_step_either(zygote, ram_path, faulty):
     """Which steps process 0 lacks is learned after the next save."""
