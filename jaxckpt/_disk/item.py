@@ -107,8 +107,7 @@ def main_item(found: Found) -> str:
     """Returns the only item, or the main tree; it is none of the items if that is unclear."""
     if len(found.items) == 1:
         return next(iter(found.items))
-    trees, given = find_trees(found), found.record.item if found.record else ""
-    return names.main_tree(trees, given if given in trees else "")
+    return names.main_tree(find_trees(found), found.record.item if found.record else "")
 
 
 def lost_trees(found: Found) -> list[str]:

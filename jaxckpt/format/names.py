@@ -169,9 +169,9 @@ def is_reserved(name: str) -> bool:
 
 
 def main_tree(trees: Sequence[str], given: str) -> str:
-    """Returns the main one of several trees: the only one, `state`, `default`, or the given one."""
-    known = trees if len(trees) == 1 else (STATE_ITEM, DEFAULT_ITEM)
-    return next((name for name in known if name in trees), given)
+    """Returns the main tree: the only one, `state`, `default` or the given one, or else ""."""
+    known = trees if len(trees) == 1 else (STATE_ITEM, DEFAULT_ITEM, given)
+    return next((name for name in known if name in trees), "")
 
 
 def check_item(name: object, *taken: str) -> None:
