@@ -193,7 +193,7 @@ FOLDERS = {
     "multihost": (973, 605),
     "orbax": (6179, 3782),
     "pages": (2423, 1724),
-    "storage": (4214, 2854),
+    "storage": (4211, 2852),
     "testing": (985, 641),
 }
 

@@ -112,9 +112,6 @@ class _MemoryHold(Hold):
     def __init__(self, path: str) -> None:
         self._path: str | None = path
 
-    def goes_on(self) -> bool:
-        return self._path is not None
-
     def release(self) -> None:
         with _lock:
             if self._path is not None:
