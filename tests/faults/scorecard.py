@@ -333,7 +333,7 @@ ROWS = {
     "57": Row(
         title="disks without a process: other shares, and peers that are stopped, late or have a "
         "flipped bit: the newest step whose chunks are all on some disk, and no wrong value",
-        count=113,
+        count=63,
     ),
     "58r": Row(
         title="one of four hosts in network namespaces is killed and its disk wiped, or two are "

@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_while_peers_are_read_hides_no_step(zygote, ram_path
         assert run(zygote, ram_path, [7, 8], 1, *healthy, **two) == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_flipped_bit_on_a_peer_is_never_loaded(trial, ram_path, part):
     """The next peer has the good one; 25 flips in each part."""
     train(ram_path)
