@@ -67,7 +67,7 @@ ROWS = {
         title="EIO, ENOSPC, EROFS, EACCES, once or from then on, at every file event of save and "
         "restore: success or a typed error, acknowledged steps intact, exactly the steps that "
         "the policy keeps",
-        count=6000,
+        count=4500,
         orbax="ENOSPC 102 of 102 intact; EIO makes 1 unusable; the wrong steps are kept in 97 of "
         "101",
     ),
