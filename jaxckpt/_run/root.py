@@ -437,10 +437,8 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     if heard["blind"]:
-        problem = (
-            f"a local disk, which may have the newest step, cannot be read: {heard['told'][0][1]}"
-        )
-        raise OSError(errno.EIO, problem, root.index.root)
+        problem = f"a local disk cannot be read, and no other has a step: {heard['told'][0][1]}"
+        raise OSError(errno.EIO, f"{problem}. Try again, or replace it", root.index.root)
     return heard["verdict"]
 
 
