@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, final
 
 import jax
 
 from jaxckpt._disk.find import at_rest
-from jaxckpt._disk.found import Found
+from jaxckpt._disk.found import Found, while_current
 from jaxckpt._disk.item import open_item
 from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
@@ -67,18 +67,18 @@ class ItemsReading:
     request: RestoreRequest
 
     def read(self, index: StepIndex, step: int, check: Check) -> dict[str, Any]:
+        source = _source(index, self.run, step, check, lambda found: found)
+        # Found once, so that all items come from one save.
+        found: Found = restore_from(source, [None], self.request)
+        within = partial(while_current, found)
 
-        def read(open_: Callable[..., Any], like: Any = None) -> Any:
-            source = _source(index, self.run, step, check, open_)
-            return restore_from(source, [like], self.request)
+        def read(name: str, like: Any) -> Any:
+            opened = _source(index, self.run, step, check, partial(self._item, name, like))
+            target = None if _items.is_stateful(like) else like
+            return restore_from(replace(opened, within=within), [target], self.request)
 
-        targets = self.targets
-        if targets is None:
-            targets = dict.fromkeys(read(lambda found: [*found.items]))
-        return {
-            name: read(partial(self._item, name, like), None if _items.is_stateful(like) else like)
-            for name, like in targets.items()
-        }
+        targets = dict.fromkeys(found.items) if self.targets is None else self.targets
+        return {name: read(name, like) for name, like in targets.items()}
 
     def _item(self, name: str, target: Any, found: Found) -> Any:
         """Returns an `Item`, or the value of the item."""

@@ -59,8 +59,8 @@ from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single, current, playing
 from jaxckpt.pages.overview import overview
-from jaxckpt.storage import LocalStorage
-from jaxckpt.testing import FailingStorage, simulate
+from jaxckpt.storage import LocalStorage, PathIn
+from jaxckpt.testing import FailingStorage, WatchedStorage, simulate
 from tests.strategies import same
 from tests.test_bad_input import rewrite_record
 from tests.twins import denied, watched
@@ -1889,6 +1889,44 @@ def test_items_are_restored_onto_targets(tmp_path, mesh, processes):
             manager.restore_items(step=1, items={"typo": None})
         with pytest.raises(TypeError, match=r"restore_items\(step=step, items=\{'ema': like\}\)"):
             manager.restore(items={"ema": like})
+
+
+def test_restoring_items_takes_no_longer_for_each_item_the_more_there_are(tmp_path):
+    calls = []
+    storage = WatchedStorage(LocalStorage(), lambda *call: calls.append(call))
+    with CheckpointManager(PathIn(storage, str(tmp_path))) as manager:
+        for step, count in (1, 10), (2, 20), (3, 40):
+            items = {f"item{i}": {"a": np.arange(i + 1)} for i in range(count)}
+            manager.save(step, {"n": step}, items=items).result()
+        counts = []
+        for step in manager.all_steps():
+            calls.clear()
+            manager.restore_items(step=step)
+            counts.append(len(calls))
+
+    assert counts[1] - counts[0] <= 10 * 9
+    assert counts[2] - counts[1] <= 20 * 9
+
+
+def test_items_come_from_one_save(tmp_path):
+    """Also if the step is replaced by another one of its number between two of them."""
+    runs = {name: tmp_path / name for name in ("run", "other")}
+    for at, root in enumerate(runs.values()):
+        with CheckpointManager(root) as manager:
+            manager.save(1, {"n": at}, items={name: {"at": np.array(at)} for name in "ab"})
+    replacements = [runs["other"] / "1"]
+
+    def replace(verb, path):
+        if verb.startswith("read") and path.endswith("1/b/_METADATA") and replacements:
+            (runs["run"] / "1").rename(tmp_path / "old")
+            replacements.pop().rename(runs["run"] / "1")
+
+    storage = WatchedStorage(LocalStorage(), replace)
+    with CheckpointManager(PathIn(storage, str(runs["run"]))) as manager:
+        got = manager.restore_items(step=1)
+
+    assert not replacements
+    assert same(got, {"a": {"at": np.array(1)}, "b": {"at": np.array(1)}, "state": {"n": 1}})
 
 
 @as_processes
