@@ -137,8 +137,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1746, 11, 20),
-    "manager open + save": (3988, 15, 41),
-    "open + save, local": (6400, 18, 126),
+    "manager open + save": (4005, 15, 41),
+    "open + save, local": (6417, 18, 126),
     "restore(path, like)": (2243, 14, 8),
     "manager.restore(like)": (2768, 18, 10),
     "open": (598, 10, 5),
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1215, 818),
     "_progress": (223, 167),
     "_restore": (2192, 1637),
-    "_run": (10173, 7002),
+    "_run": (10195, 7014),
     "_save": (2361, 1658),
     "cli": (4605, 3315),
     "format": (3313, 2180),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxckpt._run import one_step
-from jaxckpt._run.root import Root, judge_steps, newest_of, newest_whole
+from jaxckpt._run.root import Root, judge_steps, newest_of, newest_of_all, newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
@@ -117,8 +117,8 @@ class ByHand:
         newest = self.newest()
         if self.roots[0].group.part is not None:
             judge = partial(newest_whole, most=self.saver.position.floor)
-            found = judge_steps(self.roots, judge)
-            newest = max((n for n in (newest, found) if n is not None), default=None)
+            here, united = judge_steps(self.roots, judge)
+            newest = newest_of_all(self.roots, [newest, here], united)
         self.saver.went_back(newest, good=newest)
 
     def _everywhere(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -23,7 +23,7 @@ from jaxckpt._run.copies import (
     saves_in,
     went_on,
 )
-from jaxckpt._run.coverage import Coverage, is_whole
+from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
@@ -136,8 +136,7 @@ class Candidates:
         """Returns whether all processes together have a copy, or an error; all call this."""
         root, run = self.roots[copy.root], self._name
         if copy.is_united:
-            with closing((disks := self._coverage(copy.step)).scratch):
-                return is_whole(disks)
+            return is_whole(self.roots, copy.step, self.processes)
         with root.group.leading(f"manager {run}/whole/{copy.step}", all, where=run) as led:
             if root.group.leads:
                 led.value = root.index.is_whole(copy.step)
@@ -154,15 +153,6 @@ class Candidates:
         if not ranked and any(info.metrics for info in infos):
             self.roots[-1].index.report(unranked)
         return [copy for info in ranked for copy in copies if copy.step == info.step]
-
-    def _coverage(self, step: int, budget_bytes: int = 0) -> Coverage:
-        return Coverage(
-            local=self.roots[0],
-            directory=self.roots[-1],
-            step=step,
-            processes=self.processes,
-            budget_bytes=budget_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)

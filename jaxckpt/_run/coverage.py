@@ -52,7 +52,7 @@ class Coverage:
     directory: Root
     step: int
     processes: Processes
-    budget_bytes: int
+    budget_bytes: int = 0
     sent: list[int] = field(default_factory=lambda: [0, 0])  # chunks and bytes, from all disks
     copied: list[int] = field(default_factory=lambda: [0, 0])  # from elsewhere, by all processes
     scratch: Scratch = field(init=False)
@@ -335,15 +335,19 @@ def _united(given: list[Any]) -> Json:
     return [sorted(keys, key=str), _told(who, "chunks"), goes_on, budget_bytes]
 
 
-def is_whole(step: Coverage) -> bool | Exception:
+def is_whole(roots: Sequence[Root], step: int, processes: Processes) -> bool | Exception:
     """Returns whether all disks together have every chunk, alike in all; reads no chunk.
 
     If a disk failed that may have what is missing, returns an error.
     """
-    problem = step.introduce()
-    if problem is None and _has_all(step):
-        return True
-    return step.failure(problem or f"step {step.step} lacks chunks") or False
+    local, directory = roots
+    one = Coverage(local=local, directory=directory, step=step, processes=processes)
+    with contextlib.closing(one.scratch) as scratch:
+        problem = one.introduce()
+        if problem is None and _has_all(one):
+            local.lives[step] = Saved.of(step, scratch.outline.record.life)
+            return True
+        return one.failure(problem or f"step {step} lacks chunks") or False
 
 
 def _has_all(step: Coverage) -> bool:

@@ -13,6 +13,7 @@ from jaxckpt._disk.find import LISTINGS, marked_as
 from jaxckpt._disk.found import Found
 from jaxckpt._run.candidates import Candidates
 from jaxckpt._run.copies import Copy, Saved
+from jaxckpt._run.coverage import Coverage
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import (
     CheckpointError,
@@ -80,7 +81,7 @@ class Resume(Candidates):
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
-            The step to try first, or -1 if the run did not count on the one read; that; its value.
+            The step to try first, the one that was read, and its value.
 
         Raises:
             CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
@@ -107,7 +108,7 @@ class Resume(Candidates):
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
                     self._settle(failed, copy)
-                return -1 if copy.is_united else copies[0].step, copy.step, attempt.value
+                return copies[0].step, copy.step, attempt.value
             if copy.is_united:  # and names what each disk lacks
                 damaged = [one for one in damaged if one.mark in _BAD or one.copy.step != copy.step]
             damaged.append(attempt)
@@ -207,7 +208,13 @@ class Resume(Candidates):
         self, copy: Copy, reading: Callable[[StepIndex, int, Check], Any], *, avoids_marked: bool
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
-        disks = self._coverage(copy.step, self.budget_bytes)
+        disks = Coverage(
+            local=self.roots[0],
+            directory=self.roots[-1],
+            step=copy.step,
+            processes=self.processes,
+            budget_bytes=self.budget_bytes,
+        )
         with closing(disks.scratch):
             problem, error = disks.introduce(), None
             while problem is None:

@@ -343,12 +343,12 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, owned, run = roots[-1], None, True, ""
+    last, newest, united, owned, run = roots[-1], None, [], True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
         if root.group.part is not None:  # each is taken over
-            newest, owned = judge_steps(roots, newest_whole), True
+            (newest, united), owned = judge_steps(roots, newest_whole), True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
@@ -374,19 +374,40 @@ def open_roots(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
-        newest=newest if is_behind else there,
+        newest=newest_of_all(roots, [newest, there], united),
         local_only=newest if is_behind else None,
     )
 
 
-def newest_whole(disks: Told, *_: Any, most: int | None = None) -> int | None:
-    """Returns the newest step that all have on their disks.
+def newest_whole(disks: Told, others: Told, most: int | None = None) -> Json:
+    """Returns the newest step that all have on their disks, and later ones in parts, newest first.
 
     Args:
         most: The newest step that counts.
     """
-    whole = (copy.step for copy in over_disks(saves_in(disks), {}) if not copy.is_united)
-    return next((n for n in whole if most is None or n <= most), None)
+    copies = over_disks(saves_in(disks), {}, saves_in(others))
+    copies = [copy for copy in copies if most is None or copy.step <= most]
+    whole = next((copy.step for copy in copies if not copy.is_united), None)
+    return [whole, [copy.step for copy in copies if whole is None or copy.step > whole]]
+
+
+def newest_of_all(
+    roots: Sequence[Root], known: Sequence[int | None], united: Sequence[int]
+) -> int | None:
+    """Returns the newest step known, or a later one that all disks together have whole.
+
+    There is one after the disk of a host was replaced. If it cannot be read now, it counts, since
+    no earlier one may take its place.
+
+    Args:
+        united: The steps of which there are parts, newest first.
+    """
+    from jaxckpt._run.coverage import is_whole
+
+    newest = max((n for n in known if n is not None), default=None)
+    later = (n for n in united if newest is None or n > newest)
+    job = roots[0].group.job
+    return next((n for n in later if is_whole(roots, n, job) is not False), newest)
 
 
 def learn_lone(root: Root, name: str) -> None:

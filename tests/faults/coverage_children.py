@@ -155,6 +155,27 @@ def stand_by(me, root, hosts, replicas):
     return error
 
 
+def go_on(me, root, hosts, restored, deleted, steps, replicas):
+    """Restores steps, deletes steps and saves others, none of them in the directory.
+
+    Returns:
+        The steps on its disk, and all steps.
+    """
+    import jaxckpt
+
+    local = {"keep": jaxckpt.KeepPolicy(last=9)}
+    with opened(root, hosts[me.index], [], every=99, of_local=local) as manager:
+        for step in restored:
+            check(manager.restore(state_at(0, replicas), step=step), step)
+        for step in deleted:
+            manager.delete(step)
+        for step in steps:
+            manager.save(step, state_at(step, replicas)).result()
+        manager.wait_until_finished()
+        share = Path(f"{root}/host{hosts[me.index]}/local/share_0")
+        return sorted(int(path.name) for path in share.glob("[0-9]")), manager.all_steps()
+
+
 def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, times=9, peers=()):
     """Restores; returns where it started, or the error; without replicas asks for the latest step.
 

@@ -75,6 +75,30 @@ def test_a_step_restores_if_every_chunk_is_on_some_disk(trial, zygote, ram_path,
 
 
 @pytest.mark.parametrize(
+    ("restored", "deleted", "left"),
+    [
+        ([4], [], [1, 2, 3, 4]),
+        ([2], [], [1, 2, 3, 4]),
+        ([], [], [1, 2, 3, 4]),
+        ([3], [4], [1, 2, 3]),
+    ],
+    ids=["newest", "earlier", "nothing", "after a deletion"],
+)
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 2], [0, 1, 2]], ids=str)
+def test_a_job_on_other_hosts_goes_on_whatever_it_restores(
+    zygote, ram_path, hosts, restored, deleted, left
+):
+    """Not only after `restore_or`: no disk has all parts, but all together have each step whole."""
+    go_on = {"function": children.go_on}
+    run(zygote, ram_path, [0, 1], [], [], [1, 2, 3, 4], 2, count=2, **go_on)
+
+    said = run(zygote, ram_path, hosts, restored, deleted, [5], 2, count=len(hosts), **go_on)
+
+    assert [everywhere for _, everywhere in said] == [[*left, 5]] * len(hosts)
+    assert said[0][0] == [*left, 5]
+
+
+@pytest.mark.parametrize(
     ("verb", "part", "code"),
     [
         ("read", f"{STEPS}/state/_sharding", errno.EIO),
