@@ -80,16 +80,20 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
     """Returns the metrics as an item, which waits in the background for arrays being computed.
 
     Args:
-        found: Called with the numbers in the process that writes them.
+        found: Called with the numbers in each process that writes them.
     """
     given = _mapped(_taken, "", metrics)
+    item = FileItem(
+        name=names.METRICS_ITEM, told=lambda: _mapped(lambda _, value: _number(value), "", given)
+    )
 
     def common() -> dict[str, bytes]:
-        numbers = _mapped(lambda _, value: _number(value), "", given)
+        numbers: Any = item.told() if item.heard is None else item.heard
         found(numbers)
         return {names.METRICS_FILE: jsontext.dumps(numbers, allow_nan=True)}
 
-    return FileItem(name=names.METRICS_ITEM, common=common)
+    item.common = common
+    return item
 
 
 def _mapped(do: Callable[[str, Any], object], name: str, value: Any) -> Any:  # JSON, of metrics

@@ -157,13 +157,15 @@ class Root:
 
     def _what_goes(self, stay: Stay) -> list[int]:
         steps = self.index.own_steps()
+        if (stays := {*stay()}).issuperset(steps):
+            return []
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
         infos = self.index.infos(steps) if asks else [StepInfo(step=n, saved_s=0.0) for n in steps]
         kept = self.keep.kept(infos, now_s=time.time())
         # These may be the best, or decide on later steps.
         unknown = self.index.unknown.keys() & {*steps} if asks else set()
         until = min(unknown) if unknown and self.keep.every_seconds is not None else math.inf
-        stays = {*kept, *unknown, *stay()}
+        stays |= {*kept, *unknown}
         gone = [n for n in steps if n < until and n not in stays]
         if self.keep.verified:
             good = max(self._verified & kept.keys(), default=-1)

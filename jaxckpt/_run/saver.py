@@ -435,10 +435,10 @@ class Saver:
         is_good, decided = led.value
         if not is_good:
             self.incremental.clear()
-        if life is not None and root.group.follows:
-            root.follow(info, life, decided["stay"], is_good=is_good)
         if tiers is not None:
             tiers.follow_decided(decided)
+        if life is not None and root.group.follows:
+            root.follow(info, life, decided["stay"], is_good=is_good)
         if self._options.on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._options.on_commit(timing)

@@ -268,7 +268,9 @@ class SaveJob:
             written[:] = [one["parts"] for one in reports]  # it may judge more than once
             differences = _differences(request.items, reports)
             replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
-            return {**first_of(differences), "slowest": slowest_of(reports), "replicas": replicas}
+            told = {name: said.get("told") for name, said in reports[0]["items"].items()}
+            verdict = {"slowest": slowest_of(reports), "replicas": replicas, "files": told}
+            return {**first_of(differences), **verdict}
 
         name, mark = meeting_of(request.name), _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -277,6 +279,8 @@ class SaveJob:
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{request.path} was not saved", _HINT)
         raise_if_any(met.verdict, f"{request.path} was not saved", _HINT)
+        for item in request.items:
+            item.hear(met.verdict["files"][item.name])
         self._meter.slowest = met.verdict["slowest"]
         if request.replicas is not None:
             request.replicas.settle(met.verdict["replicas"], f"{request.name}/replicas")

@@ -57,6 +57,9 @@ class FileItem:
     mine: Mapping[str, bytes] = field(default_factory=dict)  # this process's files, by name
     # Makes the files that process 0 writes for all, by name. Runs in the background.
     common: Callable[[], Mapping[str, bytes]] = dict
+    # What process 0 has counts for all, where each writes `common` on a disk of its own.
+    told: Callable[[], Json] = lambda: None
+    heard: Json = None
     handler: str = step.JSON_HANDLER
 
     @property
@@ -67,14 +70,20 @@ class FileItem:
         """Waits for nothing: files are on the host."""
 
     def write(self, storage: Storage, work: Work, group: Group) -> None:
-        """Writes nothing: process 0 writes all files."""
+        """Writes nothing yet, since process 0 tells what to write."""
+        if group.part is not None:
+            self.heard = self.told()
 
     def part(self) -> bytes | None:
         """Returns this process's own file, which process 0 writes."""
         return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
-        return {"item": "files"}
+        return {"item": "files", "told": self.heard}
+
+    def hear(self, told: Json) -> None:
+        """Takes what process 0 told."""
+        self.heard = told
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how processes differ, by process: files never do."""
@@ -141,6 +150,9 @@ class TreeItem:
         """Returns the facts that the processes compare."""
         size = self.tree.plan.total_bytes
         return {"item": "tree", "tree": self.tree.fingerprint, "bytes": size, "own": self.sums}
+
+    def hear(self, _: Json) -> None:
+        """Takes nothing: each process writes its own shards."""
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how the trees differ from process 0's, by process."""

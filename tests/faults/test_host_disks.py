@@ -13,9 +13,11 @@ import subprocess
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -763,6 +765,46 @@ def failing_disk(part, bad, verb="entries"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
     return WatchedStorage(LocalStorage(), before)
+
+
+@pytest.mark.parametrize("given", [{}, {"loss": 9.0}], ids=["none", "others"])
+def test_the_metrics_of_process_0_count_on_all_disks(tmp_path, given):
+    """They rank the steps, whichever process has which disk later."""
+
+    def run(processes, hosts, losses):
+        best = jaxckpt.KeepPolicy(last=1, best=1, metric=lambda numbers: numbers["loss"])
+        options = {"every": 100, "ranks": RANKS, **LOCAL, "keep": best}
+        with manager_of(tmp_path, hosts[processes.index], LocalStorage(), **options) as manager:
+            for step, loss in losses.items():
+                metrics = given if processes.index else {"loss": jnp.float32(loss)}
+                manager.save(step, {"a": step}, metrics=metrics).result()
+            manager.wait_until_finished()
+            return manager.best_step(), manager.all_steps(), manager.metrics(1)
+
+    assert (
+        simulate(2, partial(run, hosts=[0, 1], losses={1: 0.5, 2: 7, 3: 6}))
+        == [(1, [1, 3], {"loss": 0.5})] * 2
+    )
+    assert (
+        simulate(2, partial(run, hosts=[1, 0], losses={4: 8, 5: 7}))
+        == [(1, [1, 5], {"loss": 0.5})] * 2
+    )
+
+
+def test_only_process_0_asks_a_policy_which_steps_it_keeps(tmp_path):
+    """Unless it lacks some: the metrics on the other disks may be those of an earlier release."""
+
+    def run(processes):
+        asked = set()
+        keep = jaxckpt.KeepPolicy(last=1, when=lambda info: asked.add(info.step) or info.step == 2)
+        options = {"every": 100, **LOCAL, "keep": keep}
+        with manager_of(tmp_path, processes.index, LocalStorage(), **options) as manager:
+            for step in range(1, 5):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+            return manager.tiers["local"], sorted(asked)
+
+    assert simulate(2, run) == [([2, 4], [1, 2, 3, 4]), ([2, 4], [])]
 
 
 @pytest.mark.parametrize(("new", "bad"), [(0, 2), (0, 1), (1, 0)])
