@@ -64,11 +64,7 @@ def is_floating(name: str) -> bool:
 
 
 def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, where: str) -> Values:
-    """Returns the values in another dtype.
-
-    Raises:
-        TreeMismatch: some values would be lost; the error names the leaf of `where`.
-    """
+    """Returns the values in another dtype; TreeMismatch names the leaf if some would be lost."""
     if values.dtype == dtype:
         return values
     with np.errstate(all="ignore"):

@@ -260,9 +260,6 @@ class Arriving:
     On a GPU, XLA's own threads copy a host buffer to pinned memory of its size, and that to the
     device; both are held until it has arrived (`BufferFromHostBuffer` in XLA's
     pjrt_stream_executor_client.cc). So the next leaves are read in the meantime.
-
-    Args:
-        most_bytes: Host memory that they may take.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -68,10 +68,6 @@ def at_rest(
 
     Args:
         fallback: Whether to read an earlier step if `path` is a run and its newest step is damaged.
-
-    Raises:
-        CheckpointNotFound: it was replaced every time, or is gone.
-        Others: from `find` and `read`, about a checkpoint that is still there.
     """
     seen: object = None
     for _ in range(_TRIES):
@@ -255,12 +251,7 @@ def _find_file(storage: Storage, path: str, linked: str) -> Found:
 
 
 def read_found(storage: Storage, path: str, entries: Entries) -> Found:
-    """Reads the small files at the top of a checkpoint's directory.
-
-    Raises:
-        CheckpointNotFound: it is not committed.
-        CorruptCheckpoint: a file in it is damaged.
-    """
+    """Reads the small files at the top of a checkpoint's directory; raises as `find` does."""
     found = read_facts(storage, path, entries)
     handled = {n: f"{path}/{n}" for n in found.metadata.handlers if n in entries}
     items = _items(found, entries) or handled  # which only a program's own handlers read

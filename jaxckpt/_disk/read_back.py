@@ -41,10 +41,6 @@ def damaged_chunks(
 ) -> list[ChunkWrite]:
     """Returns the chunks of a file that are not as they were written, in their order in it.
 
-    Args:
-        folder: The directory of the database.
-        chunks: Those in the file.
-
     Raises:
         StoppedReading: `goes_on` returned False.
         OSError, CheckpointError: the file cannot be read.

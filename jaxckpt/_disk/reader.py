@@ -220,10 +220,6 @@ def read_stream(
     Args:
         parts: Reads of one box of a leaf, or the values themselves if the metadata has them; each
             with any key.
-
-    Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
-        OSError: the storage fails to read it.
     """
     for some in in_turns(item, parts):
         reads = [part for _, part in some if isinstance(part, LeafRead)]

@@ -141,8 +141,6 @@ def write_arrays(
     None of them can be read before the manifest is stored.
 
     Args:
-        files: Of the database, empty.
-        snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
         reused: The shards that are linked there instead, in a directory of files.
         is_whole: Whether no other process writes there, so that the nodes can be written too.

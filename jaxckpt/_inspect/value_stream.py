@@ -203,9 +203,6 @@ def statistics(
 
     Args:
         budget_bytes: Memory to use; a larger chunk is read alone.
-
-    Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
     """
     wanted = {
         leaf.text: (leaf, data)

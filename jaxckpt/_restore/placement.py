@@ -60,12 +60,7 @@ class LeafPlan(NamedTuple):
 def plan_leaves(
     leaves: Sequence[LeafMatch], chooser: ShardingChooser, request: RestoreRequest, *, where: str
 ) -> list[LeafPlan]:
-    """Plans every leaf before anything is read.
-
-    Raises:
-        TreeMismatch: shardings do not fit; the error lists all of them.
-        ValueError: `shardings` names leaves that do not exist.
-    """
+    """Plans every leaf before anything is read; TreeMismatch lists all that do not fit."""
     if request.shardings is not None:
         chooser.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []

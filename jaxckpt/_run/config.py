@@ -90,11 +90,7 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
 def manager_arguments(
     manager: Callable[..., object], config: Any, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments for `manager` from a config, with policies as objects.
-
-    Raises:
-        TypeError: a name is unknown.
-    """
+    """Returns the arguments for `manager` from a config, with policies as objects."""
     parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
     check_names("the config has no field", arguments, parameters, suggest)

@@ -21,9 +21,6 @@ def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
 
     A newer step comes before a nearer step, since resuming from an older step loses training.
 
-    Args:
-        steps: The steps in each root.
-
     Example:
         >>> [copy[:2] for copy in newest_first({0: [10, 30], 1: [10, 20]})]
         [(30, 0), (20, 1), (10, 0), (10, 1)]

@@ -113,9 +113,6 @@ class Coverage:
     def complete(self, error: Exception | None) -> str | None:
         """Lets every process read what it lacked in its last try.
 
-        Args:
-            error: Why this process could not read the step, if so.
-
         Returns:
             A problem, alike in all processes; None if another try may succeed.
         """

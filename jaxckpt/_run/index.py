@@ -323,12 +323,7 @@ class StepIndex(ListedRoot):
         return f"{path}/{names.COMMIT_MARKER if has_record else names.RECORD}"
 
     def check_there(self, number: int) -> None:
-        """Checks that a step is committed, without I/O if that is known.
-
-        Raises:
-            CheckpointNotFound: no such step.
-            CorruptCheckpoint: the step is torn.
-        """
+        """Checks that a step is committed, without I/O if that is known."""
         if posixpath.basename(self.path(number)) in self._committed:
             return
         if (file := self.missing_file(number)) is not None:

@@ -56,11 +56,7 @@ def set_state(name: str, value: object, state: Any) -> None:
 
 
 def take_item(name: str, value: object, processes: Processes, **options: Any) -> SaveItem:
-    """Copies an item to the host; the caller may change the value afterwards.
-
-    Args:
-        options: As in `take_tree`.
-    """
+    """Copies an item to the host; the caller may change the value afterwards."""
     if is_stateful(value):
         return _take_state(name, value, processes)
     check_levels(value, f"item {name!r}")

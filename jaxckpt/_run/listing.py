@@ -4,10 +4,7 @@
 <root>/<step>.orbax-checkpoint-tmp-...   a step that is being written or deleted
 <root>/<step>.jaxckpt-bad-...            a damaged step that was set aside
 <root>/<KeepPolicy.move_to>              steps that were moved instead of deleted
-<root>/_jaxckpt.run                      see `identity`
-<root>/_jaxckpt.owner, .lock             see `owner`
-<root>/_jaxckpt.ledger                   see `ledger`
-<root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
+<root>/_jaxckpt....                      a file of `format.names`
 """
 
 from __future__ import annotations

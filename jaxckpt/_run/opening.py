@@ -60,7 +60,6 @@ class Opening:
 
         Args:
             saves: What writes there, which the end of the opening waits for and stops.
-            run, spared: See `Ownership.open`.
             reach: Given if the job can do without the root. If it cannot be used, the result has
                 the reason as "away"; the first upload that gets through opens the run.
         """

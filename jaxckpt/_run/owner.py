@@ -166,12 +166,7 @@ class Ownership:
         return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
 
     def take_over(self, before: Owner | None, known: Mapping[str, Entry] | None = None) -> Listing:
-        """Makes this job the owner, cleans up after earlier jobs and lists the run.
-
-        Args:
-            before: The owner until now.
-            known: An earlier listing of the root.
-        """
+        """Makes this job the owner, cleans up after earlier jobs and lists the run."""
         self.token = secrets.token_hex(8)
         starts = [*(before.first.split() if before else ()), *self.first.split()]
         self.first = " ".join(dict.fromkeys(starts))
@@ -240,9 +235,6 @@ class Ownership:
     def join(self, step: int | None = None) -> None:
         """Takes the run over from a job that was running when our job opened the run.
 
-        Args:
-            step: The step to save, if any.
-
         Raises:
             SaveFailed: that job still runs, and has saved steps that our job does not know;
                 nothing was changed.
@@ -279,9 +271,6 @@ class Ownership:
 
     def fence(self, step: int | None = None) -> None:
         """Takes the run over if this job has not yet, and checks that it may commit.
-
-        Args:
-            step: The step to commit, if any.
 
         Raises:
             SaveFailed: another job has taken the run over or saved a later step.

@@ -75,18 +75,12 @@ class Resume(Candidates):
             wanted: "latest", "best" or a number, which never falls back.
             reading: Reads a step, given a function that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
-            copies: The candidates, if they are known.
             again: How often to list the copies anew if one was deleted meanwhile: a newer or better
                 step may have come.
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
             The step to try first, the one that was read, and its value.
-
-        Raises:
-            CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
-                nothing else may be restored.
-            ProcessesDisagree: another process failed.
         """
         copies = self.of(wanted) if copies is None else copies
         fallback = fallback and isinstance(wanted, str)

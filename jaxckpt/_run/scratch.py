@@ -116,11 +116,7 @@ class Scratch:
         self.commit(self.begin(), {})
 
     def entries(self, wanted: AbstractSet[Wanted], budget_bytes: int) -> dict[Wanted, Entry]:
-        """Returns those of some chunks and files that are here.
-
-        Args:
-            budget_bytes: For checking them; 0 if their checksums are not asked for.
-        """
+        """Returns those of some chunks and files that are here."""
         found = {one: self.come[one] for one in wanted & self.come.keys()}
         for disk in self.disks:
             try:

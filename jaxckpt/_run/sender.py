@@ -130,11 +130,7 @@ class Sender:
         return token
 
     def send(self, one: Upload, stay: Callable[[], Sequence[int]]) -> None:
-        """Uploads a step; process 0 then deletes what its directory does not keep.
-
-        Args:
-            stay: Returns the steps that are not deleted.
-        """
+        """Uploads a step; process 0 then deletes what its directory does not keep."""
         source, step = self.source.index, one.step
         self.target.index.sent.add(step)
         if self.processes.index == 0:

@@ -61,9 +61,6 @@ def share_on_disk(storage: Storage, root: str, processes: Processes, *, machine:
 
     It is "" if all processes see the same directory: then they save there together. Its file is the
     same then, which it also is on disks of one image, and no disk is in two machines.
-
-    Args:
-        machine: See `machine`.
     """
     where = f"the local directory {root} cannot be used"
     with meeting(processes, f"local {names.DISK}", _ranks, where=where) as met:

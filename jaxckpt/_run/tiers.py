@@ -104,8 +104,6 @@ class Tiers:
         """Returns where to save, alike in all processes: locally, while the disk has room.
 
         Args:
-            size_bytes: Of this process's share.
-            name: Of the save.
             floor: The newest step that all processes are known to have committed.
         """
         group, where = self.local.group, self.local.index.root

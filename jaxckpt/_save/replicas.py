@@ -163,12 +163,7 @@ class Replicas:
         return {"problems": problems[:_MOST_NAMED], "asked": asked, "all": None not in told}
 
     def settle(self, judged: Any, name: str) -> None:  # judged: JSON
-        """Sets the differences; the processes meet again if any have to tell more.
-
-        Args:
-            judged: As `judge` returned it in process 0.
-            name: Where they meet.
-        """
+        """Sets the differences; the processes meet again if any have to tell more."""
         found, asked = judged["problems"], judged["asked"]
         if asked:
             mine = {

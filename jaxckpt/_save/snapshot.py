@@ -261,7 +261,6 @@ def take_tree(
         storage: Where the next save may refer to this save; None if it shall not.
         base: The earlier step that this save may refer to there.
         replicas: Takes the fingerprints of all replicas, if they are to be compared.
-        how: To store it; see `plan_tree`.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names the item and all of them.

@@ -116,8 +116,6 @@ def plan_tree(
     """Returns the plan of a tree and the values of its arrays.
 
     Args:
-        dtype: If given, the dtype in which all floating-point arrays are saved.
-        zstd: If given, the level at which chunks are compressed.
         holds: Whether to plan for all shards that this process holds.
     """
     check_levels(value, "the tree")

@@ -159,9 +159,6 @@ class Changes:
     def reused(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Reused:
         """Compares shards in host memory; returns the shards that are linked and need no writing.
 
-        Args:
-            mark: As in `names.part`.
-
         Raises:
             SaveFailed: a linked file, or a file that a store should copy, is gone.
             LinkFailed: a store did not copy files.
@@ -274,12 +271,7 @@ class Changes:
 def changes_since(
     base: Base | None, tree: TreePlan, values: Sequence[Array], storage: Storage
 ) -> Changes:
-    """Finds identical arrays, and compares shards on accelerators, waiting for the result.
-
-    Args:
-        base: The base of the committed step to refer to, if there is one.
-        values: The values of the arrays.
-    """
+    """Finds identical arrays, and compares shards on accelerators, waiting for the result."""
     if base is not None and base.tree is not tree:
         base = None
     asks = base is None or base.age + 1 >= _ASKED_EVERY

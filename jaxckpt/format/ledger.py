@@ -1,7 +1,4 @@
-"""The ledger of a run, `_jaxckpt.ledger`: one line of JSON for each start of a job, in order.
-
-    {"start", "end", "opened_s", "seen_s", "restore_s", "trained_s", "blocked_s", "saving_s",
-     "saves", "began", "first", "reached", "saved"}
+"""The ledger of a run, `_jaxckpt.ledger`: one line of JSON for each `Start`, in order.
 
 Only the newest lines are kept. A torn or foreign line is skipped: a ledger is never damaged.
 """

@@ -65,10 +65,6 @@ def decode(data: bytes, *, file: str | None = None) -> Tree:
     Dict keys are strings, or ints if the writer used ints. Arrays are read-only and keep their
     dtype and shape; chunked arrays are joined.
 
-    Args:
-        data: The whole file.
-        file: The file's name for error messages.
-
     Raises:
         CorruptCheckpoint: the bytes are truncated, damaged, or not such a tree.
         UnsupportedFormat: the msgpack package is not installed.

@@ -67,7 +67,6 @@ class Group:
         Args:
             judge: Makes one value for the job from those of the leaders. If None, a process has
                 the value of its own leader.
-            name, where: As in the function `leading`.
         """
         if self.part is not None:
             with meeting(self.leaders, name, judge, where=where) as led:

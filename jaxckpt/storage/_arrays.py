@@ -70,11 +70,7 @@ _SCHEMES: Final = {"s3": "s3", "gcs": "gs", "gcs_grpc": "gs"}  # by driver
 
 
 def _wait(pending: Any, spec: Mapping[str, Any] | ts.TensorStore) -> Any:
-    """Returns a result of TensorStore; StoreError if it completes no request for long.
-
-    Args:
-        spec: The spec of the data; or the array.
-    """
+    """Returns a result of TensorStore; StoreError if it completes no request for long."""
     before, patience_s = None, _SOON_S
     while True:
         with contextlib.suppress(TimeoutError):
@@ -167,12 +163,7 @@ def in_memory() -> tuple[dict[str, Any], Keys]:
 
 
 def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, Any]) -> bytes:
-    """Returns the bytes that TensorStore stores for an array of one chunk.
-
-    Args:
-        metadata: Of zarr v3.
-        key: Of the chunk.
-    """
+    """Returns the bytes that TensorStore stores for an array of one chunk."""
     kvstore, keys = in_memory()
     spec = {
         "driver": "zarr3",
@@ -191,12 +182,7 @@ def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, 
 
 
 class Reader:
-    """Reads arrays and values of one item: in an OCDBT database, or as plain files.
-
-    Args:
-        spec: The kvstore spec of the item's directory.
-        database: Whether the directory contains an OCDBT database.
-    """
+    """Reads arrays and values of one item: in an OCDBT database, or as plain files."""
 
     def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
         # The configuration comes from the manifest: Orbax's has changed over time.

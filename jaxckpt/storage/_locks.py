@@ -80,11 +80,7 @@ class LeasedLock(Hold):
             return self._version is not None
 
     def goes_on(self) -> bool:
-        """Returns whether the lease goes on for a request's time; renews it if it may not.
-
-        Raises:
-            StoreError: as for `renew`.
-        """
+        """Returns whether the lease goes on for a request's time; does `renew` if it may not."""
         with self._lock:
             left_s = self._asked_s + 4 * self._every_s - steady_s()
             if self._version is None or left_s > self._every_s:

@@ -397,9 +397,7 @@ class ObjectStorage(WithoutDirectories):
         """Writes an object again if it still has a version; returns the new one, or None.
 
         Args:
-            token: Of the lock.
             held: Whether the object is a held lock afterwards.
-            tries: How often to ask. If None, as often as in the settings.
         """
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
 

@@ -123,11 +123,7 @@ def _end() -> None:
 
 @final
 class Requests:
-    """The requests of this process to one bucket.
-
-    Args:
-        source: Of its credentials.
-    """
+    """The requests of this process to one bucket."""
 
     def __init__(self, scheme: str, bucket: str, settings: StoreSettings, source: Login) -> None:
         self.heard_s = 0.0  # when the store answered last
@@ -162,14 +158,7 @@ class Requests:
         return self.change(what, path, lambda: self._hedge(call, size), tries=tries)
 
     def change(self, what: str, path: str, call: Callable[[], T], *, tries: int | None = None) -> T:
-        """Returns the answer to a request that changes something.
-
-        Args:
-            tries: As for `read`.
-
-        Raises:
-            FileNotFoundError, StoreError: as for `read`.
-        """
+        """Returns the answer to a request that changes something; see `read`."""
         tries = self._settings.tries if tries is None else tries
         _check_not_forked(what, path)
         started_s = time.monotonic()

@@ -26,11 +26,7 @@ Touches = Callable[[tuple[int, ...]], bool]  # whether the chunk with an index i
 
 
 def open_reader(storage: Storage, path: str, *, database: bool) -> Reader | StagedReader:
-    """Returns a reader of the arrays and values of an item.
-
-    Args:
-        database: Whether they are in an OCDBT database, or plain files.
-    """
+    """Returns a reader of the arrays and values of an item."""
     spec = kvstore(path)
     if spec is not None:
         return Reader(spec, database=database)
