@@ -87,10 +87,6 @@ class SharedDirectory(Attempts):
                 return True
         return False  # another writer has it, or has it now
 
-    def is_unfinished(self) -> bool:
-        """Returns whether a directory that is not committed may be a save under way."""
-        return names.COMMIT_MARKER not in self.storage.entries(self.path)
-
     def _finish(self, files: Sequence[str]) -> None:
         """Removes the writer's file from what was committed since it was listed, or all of it."""
         if self._is_marked() and not _is_lone(self.storage.files(self.path)):

@@ -126,9 +126,6 @@ class RenameCommit(Attempts):
     ) -> None:
         take_away(self.storage, self.path, aside, check=check)
 
-    def is_unfinished(self) -> bool:
-        return False
-
 
 def _may_be_written(left: RenameCommit) -> bool:
     writer = f"{left.path}/{names.WRITER}"

@@ -150,7 +150,9 @@ class StepIndex(ListedRoot):
                 if self.owned or commit_of(view, path).replaces:
                     self._committed.add(name)
                 return "committed"
-            is_torn = not commit_of(view, path).is_unfinished() and is_ours(view, path)
+            # Without renames, what lacks its marker may be a save under way.
+            has_name = view.atomic_rename or names.COMMIT_MARKER in view.entries(path)
+            is_torn = has_name and is_ours(view, path)
         except FileNotFoundError:  # deleted just now
             return None
         except PermissionError:
