@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
@@ -27,6 +28,10 @@ class Work(NamedTuple):
     # a process writes before process 0 has begun. Otherwise "".
     mark: str
     landed: Callable[[int], object] = int  # takes a number of bytes written
+
+    def folder(self, item: str) -> str:
+        """Returns the directory of an item."""
+        return posixpath.join(self.path, item).rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

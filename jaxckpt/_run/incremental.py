@@ -16,7 +16,7 @@ from typing import final
 from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.data_files import give_way
 from jaxckpt._run.root import Root
-from jaxckpt._save.snapshot import SaveItem, TreeItem, folder_of
+from jaxckpt._save.snapshot import SaveItem, TreeItem
 from jaxckpt._save.unchanged import Base, LinkFailed
 from jaxckpt._save.worker import is_ending
 from jaxckpt.errors import CheckpointError
@@ -59,7 +59,7 @@ class Incremental:
         If not, nothing is linked, and the next steps are whole.
         """
         based = [
-            (item.changes, folder_of(item, work))
+            (item.changes, work.folder(item.name))
             for item in items
             if isinstance(item, TreeItem) and item.changes and item.changes.base is not None
         ]

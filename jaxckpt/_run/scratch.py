@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxckpt._core.spread import grouped
 from jaxckpt._disk.attempt import Work
+from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, Wanted, check_sizes
 from jaxckpt._disk.places import Table, unite
@@ -31,7 +32,7 @@ from jaxckpt._run.disks import Disk, Entry, Outline, decode_outline, read_entry
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format import names
-from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place
+from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import together
 
 FAILURES: Final = (CheckpointError, OSError, ValueError)
@@ -156,23 +157,18 @@ class Scratch:
             given: For each, the bytes of the value, and the data as `Disk.read` returns it.
         """
         came: dict[Wanted, Entry] = {}
-        piles: dict[str, list[tuple[Wanted, bytes]]] = {}
-        for one, size, data in given:
+        files: dict[str, DataFiles] = {}
+        for (item, key), size, data in given:
             value = bytes(data[:size])
             units, found = np.frombuffer(data[size:], "<u4").reshape(2, -1).tolist()
-            item = one[0]
-            folder = "" if item is None else posixpath.join(attempt.path, item).rstrip("/")
-            came[one] = Entry(folder, value, units, found)
-            if item is not None and size > MAX_INLINE_BYTES:
-                piles.setdefault(item, []).append((one, value))
-        for item, pile in piles.items():
-            file, start = names.new_data_file(), 0
-            folder = posixpath.join(attempt.work, item).rstrip("/")
-            attempt.storage.make_dir(f"{folder}/{names.OCDBT_DATA}")
-            attempt.storage.write(f"{folder}/{file}", [value for _, value in pile])
-            for one, value in pile:
-                came[one] = came[one]._replace(place=Place(file, start, len(value)))
-                start += len(value)
+            came[item, key] = Entry(f"{attempt.path}/{item or ''}".rstrip("/"), value, units, found)
+            if item is not None:
+                folder = Work(attempt.work, "").folder(item)
+                files[item] = files.get(item) or DataFiles(attempt.storage, folder)
+                files[item].put(key, value)
+        for item, some in files.items():
+            for key, place in some.write(is_whole=False).places.items():
+                came[item, key] = came[item, key]._replace(place=place)
         return came
 
     def begin(self) -> Transaction:
@@ -187,7 +183,7 @@ class Scratch:
         work = Work(attempt.work, "")
         for item, described in self.outline.tables.items():
             mine = {key: entry for (one, key), entry in entries.items() if one == item}
-            folder = posixpath.join(work.path, item).rstrip("/")
+            folder = work.folder(item)
             places = {**described.places, **{key: one.place for key, one in mine.items()}}
             units = [unit for one in mine.values() for unit in one.units]
             table = Table(places, units, [n for one in mine.values() for n in one.sums])
@@ -206,7 +202,7 @@ class Scratch:
                 assert isinstance(entry.place, bytes)
                 files[file] = entry.place
         for folder in {posixpath.dirname(file) for file in files}:
-            storage.make_dir(posixpath.join(work.path, folder).rstrip("/"))
+            storage.make_dir(work.folder(folder))
         found = Found(storage=storage, path=self.share.path(self.step), record=record)
         attempt.commit(files, found.uploaded(record, self.part), known={})
         root = posixpath.dirname(attempt.path)

@@ -246,7 +246,7 @@ class SaveJob:
         request, index = self.request, self.request.processes.index
         if (part := item.part()) is None:
             return
-        folder = posixpath.join(work.path, item.name).rstrip("/")
+        folder = work.folder(item.name)
         request.storage.make_dir(folder)
         request.storage.write(f"{folder}/{names.part(index, work.mark)}", part)
         self._parts.append(item.name)
@@ -356,7 +356,7 @@ def _take_parts(
     request: SaveRequest, work: Work, name: str, written: list[list[str]]
 ) -> dict[int, bytes]:
     """Reads and removes the parts of an item that the other processes left for process 0."""
-    storage, folder = request.storage, posixpath.join(work.path, name).rstrip("/")
+    storage, folder = request.storage, work.folder(name)
     writers = [i for i, parts in enumerate(written) if name in parts]
     if not writers:
         return {}

@@ -95,7 +95,7 @@ class FileItem:
         others = {names.process_file(i, processes.count): data for i, data in parts.items()}
         files = {**self.common(), **self.mine, **others}
         for folder in sorted({"", *map(posixpath.dirname, files)}):
-            storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
+            storage.make_dir(work.folder(posixpath.join(self.name, folder)))
         return files, {}
 
 
@@ -128,7 +128,7 @@ class TreeItem:
     def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
-        folder, leads = folder_of(self, work), group.job.index == 0
+        folder, leads = work.folder(self.name), group.job.index == 0
         snapshot, self.snapshot = self.snapshot, None
         is_whole = group.job.count == 1
         mark, reused = "" if is_whole else work.mark, NOTHING_REUSED
@@ -190,7 +190,7 @@ class TreeItem:
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
         """Completes the database with the chunks of the other processes."""
-        item, files, stored = folder_of(self, work), dict(self.tree.files), self.tree.plan.stored
+        item, files, stored = work.folder(self.name), dict(self.tree.files), self.tree.plan.stored
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
         elif not stored:  # nobody wrote there
@@ -224,10 +224,6 @@ def _shares(values: Sequence[T]) -> list[Sequence[T]]:
 SaveItem = FileItem | TreeItem  # ready to be written
 # The files to write, by name in the item; and facts about files already written.
 Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
-
-
-def folder_of(item: SaveItem, work: Work) -> str:
-    return posixpath.join(work.path, item.name).rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
