@@ -18,8 +18,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 from typing import Any, Final, final
 
 import jax
@@ -32,7 +31,7 @@ from jaxckpt._disk.transaction import Transaction
 from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._restore.turn import in_turn
 from jaxckpt._run.copies import Saved, is_left, latest
-from jaxckpt._run.disks import Disk, Entry, choose, read_entry
+from jaxckpt._run.disks import Disk, Entry, choose, read_entry, whole_of
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.root import Root, newest_life
@@ -145,18 +144,9 @@ class Coverage:
         return self._unusable(f"{counted(len(missing), 'chunk')}{more} {are} on no disk")
 
     def failure(self, problem: str) -> Exception | None:
-        """Returns an error in all processes if a disk that may have what is missing failed in one.
-
-        Args:
-            problem: Why the step cannot be used.
-        """
-        own = self.scratch.failed
-        met = meet(self.processes, self._named("failed"), None, own)
-        try:
-            met.check(own, problem)
-        except Exception as error:  # raised if no other copy of the step is whole
-            return error
-        return None
+        """Returns an error in all if a disk that may have what is missing failed in one process."""
+        own = self.scratch.failed  # raised if no other copy of the step is whole
+        return meet(self.processes, self._named("failed"), None, own).error(own, problem)
 
     def said(self) -> str:
         """Returns what came from other disks."""
@@ -354,14 +344,9 @@ def _has_all(step: Coverage) -> bool:
         there = mine.open(peers.having(step.step), failed=peers.leave)
         disks = [*disks, *(disk for disk in there if disk.found.origin == mine.save)]
     name = step._named("units")
-    with meeting(step.processes, name, _have_all, where=name) as led:
-        led.value = hex(reduce(and_, (disk.lacks() for disk in disks), -1))
-    return led.value
-
-
-def _have_all(given: list[Any]) -> Json:
-    """Returns whether no chunk is lacking in all processes."""
-    return not reduce(and_, (int(lacks, 16) for lacks in given))
+    with meeting(step.processes, name, whole_of, where=name) as led:
+        led.value = [[step.step, mine.save, hex(disk.lacks())] for disk in disks]
+    return bool(led.value)
 
 
 def _told(hosts: Mapping[int, str], what: str) -> str:

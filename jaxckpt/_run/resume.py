@@ -24,7 +24,7 @@ from jaxckpt.errors import (
     is_io_failure,
 )
 from jaxckpt.format import names
-from jaxckpt.multihost import Meeting, lead, meet
+from jaxckpt.multihost import lead, meet
 from jaxckpt.storage import check_listed
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Resume(Candidates):
         if not any(met.marks.values()):
             met.check(None if isinstance(error, ProcessesDisagree) else error, what)
         if _FAILED in met.marks.values():
-            failure = _error_of(met, error if mark == _FAILED else None, what)
+            failure = met.error(error if mark == _FAILED else None, what)
         who, problem = next(
             ((i, met.problems[i]) for i, found in met.marks.items() if found), (0, None)
         )
@@ -272,15 +272,6 @@ class Resume(Candidates):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
         elif good.step != step or not root.mend(step, self.roots[good.root].index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)
-
-
-def _error_of(met: Meeting, own: Exception | None, where: str) -> Exception | None:
-    """Returns what `Meeting.check` raises: if no other copy of the step is whole, it is raised."""
-    try:
-        met.check(own, where)
-    except Exception as error:
-        return error
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,14 +40,18 @@ class Meeting:
     marks: dict[int, str]  # of failed processes
     values: dict[int, Any]  # JSON, of failed processes
 
-    def check(self, problem: BaseException | None, where: str, hint: str = "") -> None:
-        """Raises this process's `problem`, or an error with all problems from `where` to `hint`."""
-        if problem is not None:
-            raise problem
+    def error(self, own: Exception | None, where: str, hint: str = "") -> Exception | None:
+        """Returns this process's own error, or one with all problems from `where` to `hint`."""
+        if own is not None or not self.problems:
+            return own
         if list(self.problems) == [0]:
-            raise _failure_of_process_0(where, self.problems[0])
-        if self.problems:
-            raise disagreement(where, self.problems, hint, count=self.failed)
+            return _failure_of_process_0(where, self.problems[0])
+        return disagreement(where, self.problems, hint, count=self.failed)
+
+    def check(self, own: Exception | None, where: str, hint: str = "") -> None:
+        """Raises that error, if a process failed."""
+        if (error := self.error(own, where, hint)) is not None:
+            raise error
 
 
 @dataclass(slots=True)

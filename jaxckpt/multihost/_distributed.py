@@ -142,11 +142,6 @@ class _Round:
             return outcome
         return self.of.service.wait(key, timeout_s=limit_s) or outcome
 
-    def give_up(self) -> bytes:
-        """Ends a round that process 0 did not end in time."""
-        # If all have arrived, process 0 has not answered.
-        return self.publish(_pack(self.lacking(self.arrived()) or [0], b"null"))
-
     def timed_out(self, missing: Sequence[int]) -> CheckpointTimeout:
         of = self.of
         what = f"timed out after {of.timeout_s:g} s, missing {_these(missing)}"
@@ -195,8 +190,9 @@ class Distributed:
             self.service.put(round_.from_(self.index), mine, timeout_s=self.timeout_s)
             if self.index == 0:
                 outcome = self._decide(round_, mine, judge)
-            else:
-                outcome = round_.outcome() or round_.give_up()
+            elif (outcome := round_.outcome()) is None:
+                # If all have arrived, process 0 has not answered in time.
+                outcome = round_.publish(_pack(round_.lacking(round_.arrived()) or [0], b"null"))
             if not self._is_over(round_, outcome):
                 return self._conclude(round_, outcome)
 
