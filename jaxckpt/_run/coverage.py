@@ -43,7 +43,7 @@ _MOST_TOLD: Final = 8  # processes in a message
 
 
 @final
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Coverage:
     """One step on the disks of several hosts, while all processes read it; close `scratch`."""
 
@@ -177,7 +177,8 @@ class Coverage:
                 try:
                     got |= self.scratch.fetch(index, wanted, self.budget_bytes)
                 except FAILURES as error:
-                    if self.scratch.is_here(error):
+                    root = self.local.index.root  # on this process's disk
+                    if isinstance(error, OSError) and str(error.filename).startswith(root):
                         self.scratch.note(index, error)
                         break
                     self.local.peers.leave(index, error)
@@ -327,12 +328,11 @@ def is_whole(roots: Sequence[Root], step: int, processes: Processes) -> bool | E
 
     If a disk failed that may have what is missing, returns an error.
     """
-    local, directory = roots
-    one = Coverage(local=local, directory=directory, step=step, processes=processes)
+    one = Coverage(*roots, step, processes)
     with contextlib.closing(one.scratch) as scratch:
         problem = one.introduce()
         if problem is None and _has_all(one):
-            local.lives[step] = Saved.of(step, scratch.outline.record.life)
+            one.local.lives[step] = Saved.of(step, scratch.outline.record.life)
             return True
         return one.failure(problem or f"step {step} lacks chunks") or False
 

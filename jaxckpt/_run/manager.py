@@ -390,10 +390,9 @@ class CheckpointManager:
             TreeMismatch: `like` or an item does not fit.
         """
         self._begin_call()
-        start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
-        return self._go_on(found, reading, start_s, goes_on=step == "latest")
+        return self._go_on(found, reading, goes_on=step == "latest")
 
     def _request(self, options: Mapping[str, Any], who: str = "restore") -> RestoreRequest:
         check_names(f"{who} takes no argument", options, _OPTIONS, _suggest_option)
@@ -409,7 +408,7 @@ class CheckpointManager:
         return StateReading(item=self._item, like=like, objects=objects, **about)
 
     def _go_on(
-        self, found: tuple[int, int, Any], reading: _Reading, start_s: float, *, goes_on: bool
+        self, found: tuple[int, int, Any], reading: _Reading, *, goes_on: bool
     ) -> Any:  # any pytree, or items by name
         """Sets the states of objects, and continues from the step that was read, if wanted."""
         first, self.restored_step, state = found
@@ -421,7 +420,7 @@ class CheckpointManager:
             position = self._saver.position
             position.later = range(self.restored_step + 1, (position.floor or 0) + 1)
             self._saver.timings.append(reading.meter.timing())
-            restore_s = time.monotonic() - start_s
+            restore_s = time.monotonic() - reading.start_s
             self._saver.due.record(restore_s=restore_s)
             self._saver.ledger.restored(self.restored_step, restore_s)
         if self.mode == "w" and self.restored_step != first and not goes_on:
@@ -466,7 +465,6 @@ class CheckpointManager:
             )
         request = self._request(options, "restore_or")
         reading = self._reading(None, items, request)
-        start_s = time.monotonic()
         steps = self._resume.of("latest")
         if not steps:
             return as_restored(init(), request), 0
@@ -477,7 +475,7 @@ class CheckpointManager:
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
             return as_restored(init(), request), 0
-        return self._go_on(found, reading, start_s, goes_on=True), found[1]
+        return self._go_on(found, reading, goes_on=True), found[1]
 
     def restore_items(
         self,
@@ -506,9 +504,8 @@ class CheckpointManager:
             targets=None if items is None else dict(items),
             request=self._request({}),
         )
-        start_s = time.monotonic()
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
-        return self._go_on(found, reading, start_s, goes_on=step == "latest")
+        return self._go_on(found, reading, goes_on=step == "latest")
 
     # --- listing steps ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +36,7 @@ class StateReading:
     like: Any  # any pytree
     objects: Mapping[str, object]  # to restore in place, by item
     request: RestoreRequest
+    start_s: float = field(default_factory=time.monotonic)
     meter: Meter = field(init=False)  # of the step read last
     _states: dict[str, Any] = field(default_factory=dict)
 

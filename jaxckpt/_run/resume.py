@@ -202,13 +202,8 @@ class Resume(Candidates):
         self, copy: Copy, reading: Callable[[StepIndex, int, Check], Any], *, avoids_marked: bool
     ) -> _Attempt:
         """Reads a step from the disks of all processes; mends what is damaged on this one."""
-        disks = Coverage(
-            local=self.roots[0],
-            directory=self.roots[-1],
-            step=copy.step,
-            processes=self.processes,
-            budget_bytes=self.budget_bytes,
-        )
+        local, directory, step = self.roots[0], self.roots[-1], copy.step
+        disks = Coverage(local, directory, step, self.processes, self.budget_bytes)
         with closing(disks.scratch):
             problem, error = disks.introduce(), None
             while problem is None:

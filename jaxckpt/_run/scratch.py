@@ -78,10 +78,6 @@ class Scratch:
         if is_io_failure(error):
             self.failed = self.failed or error
 
-    def is_here(self, error: Exception) -> bool:
-        """Returns whether an error is of the disk of this process."""
-        return isinstance(error, OSError) and str(error.filename).startswith(self.share.root)
-
     def look(self) -> None:
         """Opens the step on this disk, and in other roots here, unless it is missing or damaged."""
         self.disks = self.open([self.share])
