@@ -323,20 +323,15 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
 
     That is `CorruptCheckpoint`, unless it is an I/O failure (see `is_io_failure`).
     """
-    file = _file_in(text := str(error), path)
-    where = f"leaf {leaf}: " if leaf else ""
+    text, where = str(error), f"leaf {leaf}: " if leaf else ""
+    named = re.search(re.escape(path) + r"[^\s\"':,\]]*", text)
+    file = named[0].rstrip("/") if named else path
     what = f"{where}is damaged: {text.removeprefix(f'{file}: ')}"
     told: OSError = damaged(file, what, leaf=leaf)
-    if _STORE_FAILURE.match(str(error)):
+    if _STORE_FAILURE.match(text):
         told = StoreError(f"{file}: {where}cannot be read: {error}")
-    if code := os_code_in(str(error)):
+    if code := os_code_in(text):
         failure = OSError(code, f"{where}cannot be read: {os.strerror(code)}", file)
         told = failure if is_io_failure(failure) else told
     told.__cause__ = error
     return told
-
-
-def _file_in(message: str, path: str) -> str:
-    """Returns the file of the checkpoint at `path` that a message names, or `path`."""
-    found = re.search(re.escape(path) + r"[^\s\"':,\]]*", message)
-    return found[0].rstrip("/") if found else path

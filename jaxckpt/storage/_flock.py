@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from jaxckpt.storage._protocol import Hold
@@ -19,17 +20,7 @@ _TRIES = 1000
 
 Check = Callable[[os.stat_result, str], None]  # raises if a file is not a regular one
 
-# A forked child (a data-loading worker) inherits the descriptors and their locks, which would then
-# outlive the process that took them. So the child closes them; closing does not unlock.
 _held: set[_LocalHold] = set()
-
-
-def _forget_holds_in_child() -> None:
-    for hold in list(_held):
-        hold.release()
-
-
-os.register_at_fork(after_in_child=_forget_holds_in_child)
 
 
 @final
@@ -50,6 +41,11 @@ def release_below(path: str) -> None:
     for hold in list(_held):
         if f"{hold.path}/".startswith(f"{path}/"):
             hold.release()
+
+
+# A forked child (a data-loading worker) inherits the descriptors and their locks, which would then
+# outlive the process that took them. So the child closes them; closing does not unlock.
+os.register_at_fork(after_in_child=partial(release_below, ""))
 
 
 def _try_lock(fd: int) -> bool:
