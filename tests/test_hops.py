@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1746, 11, 20),
-    "manager open + save": (4005, 15, 41),
-    "open + save, local": (6400, 18, 126),
-    "restore(path, like)": (2243, 14, 8),
-    "manager.restore(like)": (2768, 18, 10),
-    "open": (598, 10, 5),
-    "verify": (1887, 15, 17),
+    "save again": (1739, 11, 20),
+    "manager open + save": (3981, 15, 41),
+    "open + save, local": (6390, 18, 126),
+    "restore(path, like)": (2227, 14, 8),
+    "manager.restore(like)": (2744, 18, 10),
+    "open": (587, 10, 5),
+    "verify": (1872, 15, 17),
 }
 
 
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (838, 445),
     "_convert": (1038, 685),
-    "_core": (2667, 1682),
-    "_disk": (5165, 3617),
-    "_inspect": (1215, 818),
+    "_core": (2660, 1682),
+    "_disk": (5144, 3616),
+    "_inspect": (1212, 818),
     "_progress": (223, 167),
-    "_restore": (2192, 1637),
-    "_run": (10201, 7020),
-    "_save": (2377, 1669),
+    "_restore": (2187, 1637),
+    "_run": (10113, 6996),
+    "_save": (2357, 1667),
     "cli": (4605, 3315),
-    "format": (3313, 2180),
+    "format": (3306, 2180),
     "integrations": (478, 264),
-    "multihost": (973, 605),
+    "multihost": (972, 605),
     "orbax": (6179, 3782),
     "pages": (2423, 1724),
-    "storage": (4211, 2852),
+    "storage": (4165, 2848),
     "testing": (985, 641),
 }
 

@@ -328,11 +328,12 @@ def is_whole(roots: Sequence[Root], step: int, processes: Processes) -> bool | E
 
     If a disk failed that may have what is missing, returns an error.
     """
-    one = Coverage(*roots, step, processes)
+    local, directory = roots
+    one = Coverage(local, directory, step, processes)
     with contextlib.closing(one.scratch) as scratch:
         problem = one.introduce()
         if problem is None and _has_all(one):
-            one.local.lives[step] = Saved.of(step, scratch.outline.record.life)
+            local.lives[step] = Saved.of(step, scratch.outline.record.life)
             return True
         return one.failure(problem or f"step {step} lacks chunks") or False
 
