@@ -19,7 +19,7 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import earlier_lives, newest_saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.ledger import Ledger
+from jaxckpt._run.ledger import Ledger, read_ledger
 from jaxckpt._run.listing import check_root
 from jaxckpt._run.local import Local
 from jaxckpt._run.opening import Opening
@@ -451,16 +451,17 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
             places; see `Peers`. They have metrics if the policy of the last root ranks by one.
 
     Raises:
-        OSError: no disk has a step, and one of them cannot be read.
+        OSError: a disk cannot be read, and no other place has the step that was saved last.
     """
     root, run = roots[0], roots[-1]
-    name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge)
+    name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge, run)
     held = _here(root, is_ranked=run.keep.metric is not None)
     heard = root.group.job.gather(name, held, judge_all)
     for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
     if heard["blind"]:
-        problem = f"a local disk cannot be read, and no other has a step: {heard['told'][0][1]}"
+        lacks, why = heard["blind"], heard["told"][0][1]
+        problem = f"a local disk cannot be read, and no other has {lacks}: {why}"
         raise OSError(errno.EIO, f"{problem}. Try again, or replace it", root.index.root)
     return heard["verdict"]
 
@@ -482,9 +483,22 @@ def _here(root: Root, *, is_ranked: bool, tries_left: int = 1) -> Json:
     return [steps, others, problem]
 
 
-def _judged(judge: Callable[[Told, Told], Json], given: list[Any]) -> Json:
+def _judged(judge: Callable[[Told, Told], Json], run: Root, given: list[Any]) -> Json:
     disks = [[*map(Held.told, steps)] for steps, *_ in given]
     others = [[*map(Held.told, steps)] for _, some, _ in given for steps in some]
     bad = {i: text for i, (*_, text) in enumerate(given) if text}
-    blind = bool(bad) and not any(disks) and not any(others)  # those may have the newest step
+    steps = {one.step for some in (*disks, *others) for one in some}
+    blind = _lacking(run, steps) if bad else ""  # those may have the newest step
     return {"verdict": judge(disks, others), "blind": blind, **first_of(bad)}
+
+
+def _lacking(run: Root, steps: Collection[int]) -> str:
+    """Returns what is not among the steps on disks: all, or the last one, by the ledger."""
+    if not steps:
+        return "a step"
+    starts = run.ledger.starts
+    with contextlib.suppress(OSError):  # the directory is away
+        starts = [*(run.reach.ask(partial(read_ledger, run.index)) or ()), *starts]
+    last = next((one.saved for one in reversed(starts) if one.saved is not None), 0)
+    shows_it = last <= max({*steps, *(run.known_steps() or ())})
+    return "" if shows_it else f"step {last}, which was saved last"

@@ -857,6 +857,27 @@ def test_a_step_that_cannot_be_read_may_be_the_newest(tmp_path):
     simulate(2, ask)
 
 
+@pytest.mark.parametrize("ask", ["latest_step", "best_step", "restore"])
+def test_a_disk_that_cannot_be_read_may_have_later_steps_than_an_old_one(tmp_path, ask):
+    """The disk of the other host is one of before, which came back."""
+    save_losses(tmp_path, TWO, {1: 5, 2: 1}, every=10)
+    shutil.copytree(tmp_path / "host1", tmp_path / "old")
+    save_losses(tmp_path, TWO, {3: 5, 4: 0.5}, every=10)
+    shutil.rmtree(tmp_path / "host1")
+    (tmp_path / "old").rename(tmp_path / "host1")
+    bad = []
+
+    def run(processes):
+        disk = processes.index, failing_disk("host0/share_0", bad)
+        with manager_of(tmp_path, *disk, every=10, ranks=RANKS, **LOCAL) as manager:
+            processes.within(30).gather("opened", None)
+            bad.append(True)
+            with pytest.raises(OSError, match="no other has step 4, which was saved last"):
+                getattr(manager, ask)()
+
+    simulate(2, run)
+
+
 def test_a_step_that_the_run_left_ranks_no_step_of_its_number(tmp_path):
     """A peer has it; the later save is on this disk, in the share of a process of another job."""
     save_losses(tmp_path, TWO, {1: 5, 2: 4, 3: 0.1, 5: 0.2}, every=2, peers=[NOWHERE])
