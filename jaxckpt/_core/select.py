@@ -10,6 +10,7 @@ from jaxckpt._core.check import check_type
 from jaxckpt.format.tree import Path, path_text
 
 Globs = str | Sequence[str] | None
+Report = Callable[[str], object] | None
 
 
 def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
@@ -26,17 +27,19 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
     return selected
 
 
-def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, where: str) -> None:
-    """Raises ValueError if a glob of `only` or `skip` matches none of `paths`, all of `where`."""
+def check_globs(
+    only: Globs, skip: Globs, paths: Sequence[Path], *, where: str, report: Report = None
+) -> None:
+    """Raises ValueError, or else calls `report`, if a glob matches none of `paths` of `where`."""
     for option, globs in (("only", only), ("skip", None if skip in ([], ()) else skip)):
         check_kind(where, option, globs)
         listed = [globs] if isinstance(globs, str) else globs
         lost = [glob for glob in listed or () if not any(_is_any(glob, path) for path in paths)]
         if lost or (listed is not None and not listed):
-            shown = ", ".join(map(repr, lost)) or repr(listed)
-            match = "match" if len(lost) > 1 else "matches"
-            hint = f"{_nearest(lost, paths)} {some_paths(paths, where)}"
-            raise ValueError(f"{option} {shown} {match} no leaf.{hint}")
+            text = no_leaf(option, lost or [listed], paths, where)
+            if report is None or (option == "only" and len(lost) == len(listed or ())):
+                raise ValueError(text)  # with such an `only`, nothing would be restored
+            report(text)
 
 
 def check_kind(who: str, name: str, globs: object) -> None:
@@ -45,17 +48,19 @@ def check_kind(who: str, name: str, globs: object) -> None:
         check_type(who, name, glob, str | None, "a glob over leaf paths, or a list of them")
 
 
+def no_leaf(option: str, lost: Sequence[object], paths: Sequence[Path], where: str) -> str:
+    """Returns the message about patterns that match none of the paths, and hints at the nearest."""
+    known = {path_text(path[:i]) for path in paths for i in range(1, len(path) + 1)}
+    near = [x for one in lost for x in difflib.get_close_matches(str(one), known, n=1)]
+    match = f"{', '.join(map(repr, lost))} {'match' if len(lost) > 1 else 'matches'} no leaf."
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{option} {match}{hint} {some_paths(paths, where)}"
+
+
 def some_paths(paths: Sequence[Path], where: str) -> str:
     """Returns a phrase that names the first paths, for an error."""
     texts = list(dict.fromkeys(map(path_text, paths)))
     return f"{where} has {', '.join(texts[:20])}" + (", ..." if len(texts) > 20 else "")
-
-
-def _nearest(globs: Sequence[str], paths: Sequence[Path]) -> str:
-    """Returns a hint if a glob is like the path of a leaf or a container."""
-    known = {path_text(path[:i]) for path in paths for i in range(1, len(path) + 1)}
-    near = [found for glob in globs for found in difflib.get_close_matches(glob, known, n=1)]
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _is_any(globs: str | Sequence[str], path: Path) -> bool:

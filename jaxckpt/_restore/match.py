@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout
 from jaxckpt._core.cast import kind_rank
 from jaxckpt._core.check import check_dtype, check_type
 from jaxckpt._core.pytree import SCALARS, check_levels, is_empty, is_key_dtype, key_path
-from jaxckpt._core.select import Globs, check_globs, selector, some_paths
+from jaxckpt._core.select import Globs, Report, check_globs, no_leaf, selector
 from jaxckpt._restore import mismatch
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
@@ -53,6 +53,7 @@ class RestoreRequest:
     read_once: bool | Literal["auto"] = "auto"
     on_progress: OnProgress | None = None
     timeout_s: float = 1200.0  # limit of the wait for other processes
+    unmatched: Report = None  # of `restore_or`: takes the message about globs that match nothing
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -99,9 +100,7 @@ class Wanted(NamedTuple):  # of which there are many: dataclasses take three tim
     value: Any = None  # the leaf itself, only if it may be returned in place of a saved leaf
 
     def __str__(self) -> str:
-        return describe(
-            self.kind, None if self.dtype is None else self.dtype.name, self.shape, self.key_impl
-        )
+        return describe(self.kind, getattr(self.dtype, "name", None), self.shape, self.key_impl)
 
 
 class LeafMatch(NamedTuple):
@@ -204,7 +203,7 @@ def match(
     if request.only is not None or request.skip is not None:
         selected = selector(request.only, request.skip)
         all_paths = [*names, *(want.path for want in wanted or ())]
-        check_globs(request.only, request.skip, all_paths, where=where)
+        check_globs(request.only, request.skip, all_paths, where=where, report=request.unmatched)
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     leaves, from_like, lost, differences = [], {}, [], []
     if wanted is None:
@@ -251,9 +250,7 @@ def match(
 
 
 def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
-    saved = None
-    if leaf is not None:
-        saved = describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
+    saved = leaf and describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
     path = want.path if want is not None else leaf.path if leaf is not None else ()
     return Difference(leaf=path_text(path), wanted=None if want is None else str(want), saved=saved)
 
@@ -266,8 +263,7 @@ def _rename(
     if len(lost) == len(rename) and wanted and {want.path for want in wanted} <= {*paths}:
         return paths, {}  # a job goes on that has saved them under their new names
     if lost:
-        match = f"{', '.join(map(repr, lost))} {'match' if len(lost) > 1 else 'matches'}"
-        raise ValueError(f"rename {match} no leaf. {some_paths(paths, where)}")
+        raise ValueError(no_leaf("rename", lost, paths, where))
     paths = []
     for leaf in saved:
         text = leaf.text

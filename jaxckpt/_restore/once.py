@@ -142,8 +142,7 @@ class Together:
         # Local disks are as quick, and each process may see other files there.
         if not (storage.server_copies or isinstance(storage, LimitedStorage)):
             return False
-        total = sum(size_of(plan.saved) for plan in plans if plan.saved.has_array)
-        return total > _LEAST_TREE_BYTES
+        return sum(size_of(x.saved) for x in plans if x.saved.has_array) > _LEAST_TREE_BYTES
 
     def _carried(
         self, carriers: Sequence[Carrier], values: Pairs, convert: Convert

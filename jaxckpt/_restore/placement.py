@@ -98,8 +98,7 @@ def _plan_leaf(
     saved, wanted = leaf.saved, leaf.wanted
     kind: LeafKind = saved.kind if wanted is None else wanted.kind
     if kind == "numpy" and wanted is None:
-        choose = chooser.choose
-        chosen = choose and choose(leaf.path, saved.shape, dtype_of(saved.dtype))
+        chosen = chooser.choose and chooser.choose(leaf.path, saved.shape, dtype_of(saved.dtype))
         kind = "numpy" if chosen is None else "array"
     if kind == "array" and request.as_numpy:
         kind = "numpy"

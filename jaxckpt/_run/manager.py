@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -21,7 +21,6 @@ from typing import Any, Final, Literal, NoReturn, Self, final
 from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import as_step, check_names, check_type, explained, meant, zstd_level
-from jaxckpt._core.text import shown
 from jaxckpt._core.threads import MOST_S
 from jaxckpt._disk.find import read_step
 from jaxckpt._disk.pace import Pace
@@ -58,7 +57,7 @@ from jaxckpt.multihost import Group, current, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _Reading = StateReading | ItemsReading
-_OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
+_OPTIONS: Final = tuple(x.name for x in fields(RestoreRequest) if x.name != "unmatched")
 
 
 @final
@@ -448,8 +447,9 @@ class CheckpointManager:
             init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
                 and, if it is jitted with `out_shardings`, the shardings. With `missing="keep"`,
                 `only` or `skip` it is called, for the leaves that are not restored.
-            items, fallback, options: As in `restore`. If the run is empty, they are checked against
-                the state that `init` made, and `dtype` casts it.
+            items, fallback, options: As in `restore`, but a glob that matches nothing is only
+                reported, if one of `only` does. If the run is empty, they are checked against the
+                state that `init` made. `dtype` casts it; `mesh` and `shardings` do not move it.
 
         Returns:
             The state and its step, which is 0 if `init` made the state.
@@ -459,11 +459,9 @@ class CheckpointManager:
             UnsupportedFormat: the run has only links, or checkpoints of Flax; see `convert`.
         """
         self._begin_call()
-        if not callable(init):
-            raise TypeError(
-                f"init must be a function that makes the first state, got {shown(init)}"
-            )
-        request = self._request(options, "restore_or")
+        check_type("restore_or", "init", init, Callable, "a function that makes the first state")
+        report = self._resume.report_alike  # globs may be for steps of older code
+        request = replace(self._request(options, "restore_or"), unmatched=report)
         reading = self._reading(None, items, request)
         steps = self._resume.of("latest")
         if not steps:

@@ -1688,7 +1688,7 @@ def test_an_init_that_needs_values_says_what_to_do(tmp_path):
         ({"items": 3}, TypeError, "items must be a dict"),
         ({"items": {"data": object()}}, TypeError, "'data' cannot be restored in place"),
         ({"only": "zz"}, ValueError, "only 'zz' matches no leaf"),
-        ({"skip": ["n", "zz"]}, ValueError, "skip 'zz' matches no leaf"),
+        ({"only": ["zz", "y"]}, ValueError, "only 'zz', 'y' match no leaf"),
         ({"shardings": 3}, TypeError, "shardings: leaf key needs a sharding"),
         ({"shardings": {"v": None}}, ValueError, "nothing is named v"),
         ({"shardings": {"w": P("x")}}, TypeError, "a PartitionSpec and mesh="),
@@ -1718,6 +1718,28 @@ def test_restore_or_takes_right_arguments_at_the_first_start(tmp_path, mesh):
 
     assert step == 0
     assert same(got, state)
+
+
+@pytest.mark.parametrize("older", [{"w": 5, "opt": 5, "aux": 5}, None])
+@pytest.mark.parametrize(
+    "options",
+    [{"skip": ["aux", "opt"]}, {"skip": "aux"}, {"only": ["w", "aux"], "extra": "ignore"}],
+)
+def test_a_loop_with_globs_for_older_steps_goes_on_from_its_own(tmp_path, options, older):
+    """Its own steps, and the first state of an empty run, lack what the globs are for."""
+    starts = []
+    if older is not None:
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, older).result()
+
+    for _ in range(2):
+        with CheckpointManager(tmp_path) as manager:
+            state, step = manager.restore_or(lambda: {"w": 0, "opt": 0}, **options)
+            manager.save(step + 1, state).result()
+        starts.append((step, state["w"]))
+
+    assert starts == ([(0, 0), (1, 0)] if older is None else [(1, 5), (2, 5)])
+    assert any("'aux' matches no leaf" in text for text in manager.problems)
 
 
 def test_a_loop_with_rename_goes_on_from_its_own_steps(tmp_path):
