@@ -197,7 +197,7 @@ def match(
     """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
     names, renamed = [leaf.path for leaf in saved], {}
     if request.rename:
-        names, renamed = _rename(saved, wanted, request.rename, where)
+        names, renamed = _rename(saved, wanted, request, where)
     by_path = dict(zip(names, saved, strict=True))
     selected: Callable[[Path], bool] | None = None
     if request.only is not None or request.skip is not None:
@@ -256,26 +256,20 @@ def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
 
 
 def _rename(
-    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, rename: Mapping[str, str], where: str
+    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, request: RestoreRequest, where: str
 ) -> tuple[list[Path], dict[str, str]]:
-    paths, renamed = [leaf.path for leaf in saved], {}
-    lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
-    if len(lost) == len(rename) and wanted and {want.path for want in wanted} <= {*paths}:
-        return paths, {}  # a job goes on that has saved them under their new names
-    if lost:
-        raise ValueError(no_leaf("rename", lost, paths, where))
-    paths = []
+    as_saved, renamed, rename = [leaf.path for leaf in saved], {}, request.rename or {}
     for leaf in saved:
-        text = leaf.text
-        for pattern, replacement in rename.items():
-            new, count = re.subn(pattern, replacement, text, count=1)
-            if count:
-                break
-        else:
-            new = text
-        paths.append(parse_path(new) if new != text else leaf.path)
-        if new != text:
-            renamed[text] = new
+        by = next((pattern for pattern in rename if re.search(pattern, leaf.text)), None)
+        if by is not None and (new := re.sub(by, rename[by], leaf.text, count=1)) != leaf.text:
+            renamed[leaf.text] = new
+    paths = [parse_path(renamed[x.text]) if x.text in renamed else x.path for x in saved]
+    fits, goes_on = _are_wanted(paths, wanted, request), request.unmatched is not None
+    if goes_on and not fits and {*as_saved} <= {want.path for want in wanted or ()}:
+        return as_saved, {}  # the program has saved it, and an expression matches the new names
+    lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
+    if lost and (not fits or (renamed and not goes_on)):
+        raise ValueError(no_leaf("rename", lost, as_saved, where))
     if len(set(paths)) != len(paths):
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives the same name to several leaves: {', '.join(twice)}")
@@ -283,6 +277,15 @@ def _rename(
     if above := sorted(path_text(path) for path in containers.intersection(paths)):
         raise ValueError(f"rename puts leaves below other leaves: {', '.join(above)}")
     return paths, renamed
+
+
+def _are_wanted(
+    paths: Sequence[Path], wanted: Sequence[Wanted] | None, request: RestoreRequest
+) -> bool:
+    """Returns whether no wanted leaf lacks, or some that `missing` keeps, and none is left over."""
+    selected = selector(request.only, request.skip)
+    wants, there = {x.path for x in wanted or () if selected(x.path)}, {*filter(selected, paths)}
+    return bool(wants) and (wants <= there or (request.missing == "keep" and there <= wants))
 
 
 def _check_expression(pattern: str, replacement: str) -> None:

@@ -1757,6 +1757,45 @@ def test_a_loop_with_rename_goes_on_from_its_own_steps(tmp_path):
         manager.restore(lacking, rename={"^v$": "x"})
 
 
+@pytest.mark.parametrize(
+    ("older", "rename", "options"),
+    [
+        ({"enc": 5, "dec": 5}, {"^enc$": "n/enc", "^(n/)?dec$": "n/dec"}, {}),
+        ({"enc": 5, "dec": 5}, {"^": "n/"}, {}),
+        ({"enc": 5, "dec": 5}, {"^": "n/"}, {"skip": "ema"}),
+        ({"m": {"enc": 5, "dec": 5}}, {"^m/": "n/"}, {"skip": "ema"}),
+        ({"m": {"enc": 5, "dec": 5}}, {"^m/": "n/"}, {"missing": "keep"}),
+        ({"m": {"enc": 5, "dec": 5}, "x": 1}, {"^m/": "n/", "^x": "y"}, {"extra": "ignore"}),
+    ],
+)
+def test_a_loop_with_rename_goes_on_whatever_its_expressions_match(
+    tmp_path, older, rename, options
+):
+    """Some match the new names too, or `like` has leaves that are not saved."""
+    new = {"n": {"enc": 5, "dec": 5}}
+    ema = {"ema": 0} if {*options} & {"skip", "missing"} else {}
+    first, starts = jax.tree.map(lambda _: 0, new | ema), []
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, older).result()
+
+    for _ in range(2):
+        with CheckpointManager(tmp_path) as manager:
+            state, step = manager.restore_or(lambda: first, rename=rename, **options)
+            manager.save(step + 1, {"n": state["n"]}).result()
+        starts.append((state, step))
+
+    assert starts == [(new | ema, 1), (new | ema, 2)]
+
+
+@pytest.mark.parametrize("rename", [{"^mm/": "n/"}, {"^m/": "nn/"}])
+def test_a_misspelt_rename_of_a_loop_is_an_error(tmp_path, rename):
+    """Also if leaves of the target may lack, and further ones in the step are ignored."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"m": {"w": 5}}).result()
+        with pytest.raises(ValueError, match=r"no leaf|does not fit"):
+            manager.restore_or(lambda: {"n": {"w": 0}}, rename=rename, missing="keep")
+
+
 @as_processes
 @pytest.mark.parametrize("only", [None, "*w"])
 def test_restore_or_casts_the_first_state_as_it_does_a_saved_one(tmp_path, mesh, processes, only):
