@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from etils import epath
 
-from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle
+from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle, UnsupportedFormat
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
@@ -148,7 +148,7 @@ class Run(Closing):
         def look() -> list[int]:
             if makes:
                 _handling.make_dir(index.storage, root, self._mode)
-            return index.steps()
+            return _without_links(index)
 
         if not (makes or self._options.single_host_load_and_broadcast):
             return look()
@@ -219,6 +219,18 @@ class Run(Closing):
         with self._reloading():
             if self._writer is not None:
                 _close_run(self._writer, self._index)
+
+
+def _without_links(index: StepIndex) -> list[int]:
+    """Lists the steps; refuses a newer link, without which a program would start anew."""
+    steps, listing = index.steps(), index.listing()
+    links = [n for n, name in listing.steps.items() if listing.entries[name].kind == "other"]
+    if max(links, default=-1) > max(steps, default=-1):
+        raise UnsupportedFormat(
+            f"{index.path(max(links))} is newer than all steps of the run, and a link, which a run "
+            "does not follow. Move the step here, restore the link by a Checkpointer, or delete it."
+        )
+    return steps
 
 
 _open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root

@@ -19,6 +19,8 @@ import pytest
 
 import jaxckpt
 import jaxckpt.orbax as ours
+import jaxckpt.orbax.v1 as ours_v1
+from jaxckpt import UnsupportedFormat
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode_record, encode_record
 from tests.orbax.twice import raised, read_each, twice
@@ -792,3 +794,22 @@ def test_several_kinds_of_names_are_refused(tmp_path):
         ours.CheckpointManager(
             tmp_path, options=ours.CheckpointManagerOptions(step_name_format=several)
         )
+
+
+@pytest.mark.parametrize("manager", [ours.CheckpointManager, ours_v1.training.Checkpointer])
+def test_a_newer_link_is_refused(tmp_path, manager):
+    """A run does not follow it, and without it the program would start from an older state."""
+    with ours.CheckpointManager(tmp_path / "before") as before:
+        before.save(100, args=ours.args.StandardSave(tree()))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "100").symlink_to(tmp_path / "before" / "100")
+
+    with pytest.raises(UnsupportedFormat, match=r"run/100 .* a link, which a run does not follow"):
+        manager(run)
+
+    shutil.copytree(tmp_path / "before" / "100", run / "200")
+    with manager(run) as opened:
+        (run / "300").symlink_to(run / "200")
+        with pytest.raises(UnsupportedFormat, match="run/300"):
+            opened.reload()
