@@ -46,7 +46,7 @@ class PyTreeCheckpointHandler(Ours):
         options.check(**tuning)
 
     def _stored(self, given: Any) -> Items:
-        if given.item is None or not jax.tree.leaves(given.item, is_leaf=lambda node: node is None):
+        if given.item is None or not (jax.tree.leaves(given.item) or given.item):
             raise ValueError("Found empty item.")
         tree, more = _cast(given.item, given.save_args), given.custom_metadata
         jsontext.dumps(more)  # raises TypeError for values that are not JSON

@@ -339,6 +339,30 @@ def test_the_newest_stays(tmp_path, caplog):
     assert "keeps the newest step" in caplog.text
 
 
+def test_an_item_without_leaves(tmp_path):
+    """It may be the state of an optimizer; only a tree that is itself empty is refused."""
+    empty = optax.sgd(0.1).init({"w": jnp.ones(2)})
+
+    def program(ocp, path):
+        args = ocp.args
+        saved = args.Composite(opt=args.StandardSave(empty), a=args.PyTreeSave([()]))
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=saved)
+        checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        out = [raised(checkpointer.save, path / "a", args=args.StandardSave(x)) for x in ((), {})]
+        shutil.rmtree(path / "a.orbax-checkpoint-tmp", ignore_errors=True)
+        return out
+
+    def read(ocp, path):
+        args = ocp.args
+        wanted = args.Composite(opt=args.StandardRestore(empty), a=args.PyTreeRestore())
+        with ocp.CheckpointManager(path / "run") as manager:
+            found = manager.restore(1, args=wanted)
+            return found.opt, found.a
+
+    twice(program, tmp_path, read=read)
+
+
 def test_the_old_style(tmp_path):
     """Checkpointers, items and restore_kwargs in place of args."""
 
