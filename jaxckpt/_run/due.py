@@ -45,7 +45,7 @@ class DueSteps:
     def decide(self, step: int, is_busy: Callable[[], bool]) -> tuple[Decision, bool]:
         """Returns the decision, and whether the step goes to the directory.
 
-        The answer holds until the step is saved, even as time passes.
+        The answer holds until the step is saved, even as time passes, or until `forget`.
         """
         known = self._known
         if known is None or known[0].step != step or self.last_step == step:
@@ -60,19 +60,19 @@ class DueSteps:
             known = self._known = first, found[0].save
         return known
 
+    def forget(self) -> None:
+        """Has the rules asked again about a step; by all processes."""
+        self._known = None
+
     def record(self, **costs: float) -> None:
         """Records measured times, by fields of `Costs`."""
         with self._lock:
-            self.schedules = [
-                replace(schedule, costs=replace(schedule.costs, **costs))
-                for schedule in self.schedules
-            ]
+            self.schedules = [replace(s, costs=replace(s.costs, **costs)) for s in self.schedules]
 
     @property
     def is_by_clock(self) -> bool:
         """Returns whether the processes have to agree on the measured times before a save."""
-        by_clock = any(schedule.policy.is_by_clock for schedule in self.schedules)
-        return self.processes.count > 1 and by_clock
+        return self.processes.count > 1 and any(s.policy.is_by_clock for s in self.schedules)
 
     def agree(self, name: str, step: int) -> Costs:
         """Returns the costs that process 0 has measured, from which all compute the next step."""

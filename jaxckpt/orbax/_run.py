@@ -116,10 +116,10 @@ class Run(Closing):
         writer = self._writer
         if writer is None or saver_of(writer).ended:
             self._raise_errors()
-            infos = self._steps.infos
+            steps = self._steps.infos, self.is_saving_in_progress, lambda: not self._steps.numbers
             self._writer = writer = CheckpointManager(
                 self._index.root,
-                save=policies.save_policy(self._when, infos, self.is_saving_in_progress),
+                save=policies.save_policy(self._when, *steps),
                 keep=self._keep,
                 **self._given,
                 step_prefix=self._names.prefix,
@@ -162,7 +162,7 @@ class Run(Closing):
     def _is_due(self, step: int) -> bool:
         """Returns whether a step is above the newest and due; leaves errors to `save`."""
         newest = self._steps.newest
-        return (newest is None or newest < step) and saver_of(self._open()).decide(step).save
+        return (newest is None or newest < step) and is_due(self._open(), step)
 
     def _save(self, step: int, items: Any, metrics: Any, **options: Any) -> SaveHandle | None:
         """Saves a step if it is due; raises the error of an earlier save, and forgets its step."""
@@ -219,6 +219,13 @@ class Run(Closing):
         with self._reloading():
             if self._writer is not None:
                 _close_run(self._writer, self._index)
+
+
+def is_due(writer: CheckpointManager, step: int, *, force: bool = False) -> bool:
+    """Returns whether a step is due now: each call asks the policy, as with Orbax."""
+    saver = saver_of(writer)
+    saver.due.forget()
+    return saver.decide(step, force=force).save
 
 
 def _without_links(index: StepIndex) -> list[int]:

@@ -87,11 +87,10 @@ class SaveDecisionPolicy(Protocol):
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """Returns whether a step is saved; the clock is asked only by a manager."""
-        policy = save_policy(self, list)
+        policy = save_policy(self, list, is_new=lambda: not previous_steps)
         is_last = policy.on_preemption and context.reached_preemption
         by_time = bool(policy.continuous) and not context.is_saving_in_progress
-        is_first = bool(policy.first) and not previous_steps
-        return is_last or by_time or is_first or policy.matches(step.step) is not None
+        return is_last or by_time or policy.matches(step.step) is not None
 
 
 @dataclass
@@ -252,19 +251,27 @@ _SAVE: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-def save_policy(policy: Any, steps: Steps, busy: Callable[[], bool] = lambda: False) -> SavePolicy:
+def save_policy(
+    policy: Any,
+    steps: Steps,
+    busy: Callable[[], bool] = lambda: False,
+    is_new: Callable[[], bool] = lambda: True,
+) -> SavePolicy:
     """Returns the policy of jaxckpt that saves when Orbax's does.
 
     Args:
         steps: Returns the steps of the run, for a policy of the program's own.
         busy: Returns whether a save is under way, for the same.
+        is_new: Returns whether the run has no steps; may be true again, unlike with jaxckpt's own.
     """
     fields: dict[str, Any] = {"on_preemption": False}
     whens: list[_When] = []
     for one in _each(policy):
         rule = _SAVE.get(type(one).__name__, lambda p: {"when": _asks(p, steps, busy)})(one)
         for name, value in rule.items():
-            if name == "when":
+            if name == "first":
+                whens.append(lambda _: is_new())
+            elif name == "when":
                 whens.append(value)
             elif name in fields and name.startswith("every") and fields[name] != value:
                 whens.append(SavePolicy(**{name: value}).matches)

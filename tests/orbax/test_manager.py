@@ -436,6 +436,56 @@ def test_an_interval_of_0_is_an_error(tmp_path, interval):
     assert out[-1] == ([2] if interval == 0 else [0, 2])
 
 
+@pytest.mark.parametrize("api", ["v0", "v1"])
+def test_a_policy_is_asked_anew_by_each_call(tmp_path, api):
+    """A program may change its mind about a step, also about one that it has asked about."""
+
+    class Wished:
+        due = False
+
+        def should_save(self, step, previous_steps, *, context):
+            return self.due
+
+    def program(ocp, path):
+        wished = Wished()
+        if api == "v0":
+            options = ocp.CheckpointManagerOptions(save_decision_policy=wished)
+            manager = ocp.CheckpointManager(path / "run", options=options)
+            given = {"args": ocp.args.StandardSave({"n": 1})}
+        else:
+            manager = ocp.training.Checkpointer(path / "run", save_decision_policy=wished)
+            given = {"state": {"n": 1}}
+        with manager:
+            out = [manager.should_save(1), manager.save(1, **given)]
+            wished.due = True
+            return [*out, manager.should_save(1), *(manager.save(n, **given) for n in (1, 2))]
+
+    assert twice(program, tmp_path, api=api) == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("how", ["delete", "reload"])
+def test_a_run_without_steps_saves_the_next_one(tmp_path, how):
+    """Also if it had some, which were deleted by the manager or by the program."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(save_interval_steps=10)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            args = ocp.args.StandardSave({"w": np.ones(1)})
+            out = [
+                manager.save(1, args=args),
+                manager.should_save(2),
+                manager.wait_until_finished(),
+            ]
+            if how == "delete":
+                manager.delete(1)
+            else:
+                shutil.rmtree(path / "run" / "1")
+                manager.reload()
+            return [*out, manager.save(2, args=args), manager.save(3, args=args)]
+
+    assert twice(program, tmp_path) == [True, False, None, True, False]
+
+
 def test_policies_of_a_manager(tmp_path):
     """Policies take the place of the other options, and exclude them."""
 

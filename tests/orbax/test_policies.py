@@ -111,10 +111,18 @@ def test_rules_by_the_clock_and_for_the_first_call():
     """They become the fields of jaxckpt's policy."""
     for library in (saves, policies):
         rules = [library.InitialSavePolicy(), library.PreemptionCheckpointingPolicy()]
-        policy = policies.save_policy(library.AnySavePolicy(rules), list)
-        assert (policy.first, policy.on_preemption, policy.matches(1)) == (True, True, None)
+        steps = [STEPS, []]  # the run loses them: then the next step is due
+        policy = policies.save_policy(
+            library.AnySavePolicy(rules), list, is_new=lambda steps=steps: not steps.pop(0)
+        )
+        assert policy.on_preemption
+        assert (policy.matches(1), policy.matches(2)) == (None, "when")
 
         rule = library.ContinuousCheckpointingPolicy(minimum_interval_secs=60)
         policy = policies.save_policy(rule, list)
-        assert (policy.every_seconds, policy.first, policy.on_preemption) == (60, True, False)
+        assert (policy.every_seconds, policy.on_preemption, policy.matches(1)) == (
+            60,
+            False,
+            "when",
+        )
         assert policies.save_policy(library.ContinuousCheckpointingPolicy(), list).continuous

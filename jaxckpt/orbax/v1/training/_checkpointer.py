@@ -17,7 +17,7 @@ from jaxckpt._run.manager import saver_of
 from jaxckpt._save.save import prepare, start
 from jaxckpt.orbax import policies
 from jaxckpt.orbax._handling import on_commit
-from jaxckpt.orbax._run import Run
+from jaxckpt.orbax._run import Run, is_due
 from jaxckpt.orbax.options import CheckpointManagerOptions
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
@@ -192,9 +192,8 @@ class Checkpointer(Run):
             items = _saving.items(checkpointables)
         if steps and step <= steps[-1]:
             return self._save_earlier(step, items, metrics, custom_metadata)
-        saver = saver_of(self._open())
-        if saver.decide(step, force=force).save:
-            saver.worker.finish()  # `_save` raises the errors, in every process
+        if is_due(writer := self._open(), step, force=force):
+            saver_of(writer).worker.finish()  # `_save` raises the errors, in every process
         more = {"force": force, "custom_metadata": custom_metadata}
         handle = self._save(step, items, metrics or None, **more)
         if handle is None:
