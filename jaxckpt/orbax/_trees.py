@@ -150,6 +150,12 @@ def data_of(saved: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, saved) if is_key else saved
 
 
+def as_data(leaf: Any) -> Any:
+    """Returns a leaf as Orbax stores it: a PRNG key as its data."""
+    is_key = isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
 def _is_free(leaf: Any) -> bool:
     """Returns whether a leaf of a target leaves open where it goes."""
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None

@@ -15,6 +15,7 @@ from etils import epath
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import args, metadata, step
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
+from jaxckpt.orbax._trees import as_data
 
 
 def construct_restore_args(
@@ -35,6 +36,7 @@ def construct_restore_args(
         raise NotImplementedError("support_layout: layouts are not restored")
 
     def made(leaf: Any, *given: Any) -> Any:
+        leaf = as_data(leaf)
         sharding = given[0] if given else getattr(leaf, "sharding", None)
         return _restore_args(leaf, sharding, set_global_shape, strict)
 

@@ -86,9 +86,8 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
                 "scalars. Use ArrayCheckpointHandler / ArraySave"
             )
         if not all(map(_has_dtype, jax.tree.leaves(given.item))):
-            wrong = {k: v for k, v in _trees.by_name(given.item).items() if not _has_dtype(v)}
-            key = next(iter(wrong))
-            raise ValueError(f"Unsupported type: {type(wrong[key])} for key: {key}.")
+            wrong = [pair for pair in _trees.by_name(given.item).items() if not _has_dtype(pair[1])]
+            raise ValueError(f"Unsupported type: {type(wrong[0][1])} for key: {wrong[0][0]}.")
         return super()._stored(given)
 
     def _restored(self, path: str, given: Any) -> Any:

@@ -392,3 +392,19 @@ def test_trees_that_are_one_leaf_or_have_empty_parts():
     for library in (ocp, drop_in):
         with pytest.raises(ValueError):  # noqa: PT011  # Orbax's words differ
             library.tree.from_flat_dict({(): 7, ("a",): 1})
+
+
+def test_keys_are_described_by_their_data():
+    """A typed key is described by its data; a number is what `scalar_dtype` makes of it."""
+    keys = {"one": jax.random.key(0), "two": jax.random.split(jax.random.key(1), 2)}
+    leaves = [*keys.values(), jax.eval_shape(lambda: keys["one"]), 3, np.float32(2), np.ones(2)]
+    leaves += [jnp.ones((2, 3)), ocp.ArrayRestoreArgs(sharding=WHOLE, shape=(4,), dtype="int8")]
+    for more in ({}, {"scalar_dtype": float}, {"dtype": jnp.float16}):
+        for leaf in leaves:
+            wanted = ocp.utils.to_shape_dtype_struct(leaf, **more)
+            for library in (drop_in.utils, drop_in.v1.arrays):
+                assert library.to_shape_dtype_struct(leaf, **more) == wanted
+    made = [lib.checkpoint_utils.construct_restore_args(keys) for lib in (ocp, drop_in)]
+    for name in keys:
+        theirs, ours = (vars(one[name]) for one in made)
+        assert {field: theirs[field] for field in ours} == ours
