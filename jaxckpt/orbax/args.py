@@ -109,8 +109,11 @@ def _args_of(handler: Any) -> tuple[type, type] | None:
 
 class _OfItem(CheckpointArgs):
     def __post_init__(self) -> None:
-        if is_args(getattr(self, "item", None)):
+        item: Any = getattr(self, "item", None)
+        if is_args(item):
             raise ValueError(f"`item` of {type(self).__name__} must not be args; pass `args=`")
+        if type(item).__name__ in ("TreeMetadata", "_TreeMetadataImpl"):
+            self.item = item.tree
 
 
 @dataclass

@@ -49,9 +49,8 @@ def _restore_args(leaf: Any, sharding: Any, has_shape: bool, strict: bool) -> An
     if isinstance(leaf, (str, metadata.StringMetadata)):
         return args.RestoreArgs(restore_type=str)
     if isinstance(leaf, metadata.ScalarMetadata):
-        return args.RestoreArgs(
-            restore_type=type(np.zeros((), leaf.dtype).item()), dtype=leaf.dtype
-        )
+        kind = type(np.zeros((), leaf.dtype).item())
+        return args.RestoreArgs(restore_type=kind, dtype=leaf.dtype)
     if isinstance(leaf, (bool, int, float)):
         return args.RestoreArgs(restore_type=type(leaf))
     if not hasattr(leaf, "dtype"):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from jaxckpt.orbax._trees import as_data
 from jaxckpt.orbax.tree import to_flat_dict
 
 
@@ -33,9 +34,7 @@ def assert_array_equal(testclass: Any, v_expected: Any, v_actual: Any) -> None:
     testclass.assertIsInstance(v_actual, type(v_expected))  # noqa: PT009  # unittest's
     if hasattr(v_expected, "dtype"):
         testclass.assertEqual(v_expected.dtype, v_actual.dtype)  # noqa: PT009
-        if jax.numpy.issubdtype(v_expected.dtype, jax.dtypes.prng_key):
-            v_expected, v_actual = jax.random.key_data(v_expected), jax.random.key_data(v_actual)
-    np.testing.assert_array_equal(np.asarray(v_expected), np.asarray(v_actual))
+    np.testing.assert_array_equal(np.asarray(as_data(v_expected)), np.asarray(as_data(v_actual)))
 
 
 def assert_tree_equal(testclass: Any, expected: Any, actual: Any) -> None:

@@ -408,3 +408,24 @@ def test_keys_are_described_by_their_data():
     for name in keys:
         theirs, ours = (vars(one[name]) for one in made)
         assert {field: theirs[field] for field in ours} == ours
+
+
+def test_a_target_made_of_metadata_restores_as_a_dict(tmp_path):
+    """Its own class is only that of the description, of jaxckpt as of Orbax."""
+    tree = {"params": {"w": jnp.ones(2), "layers": [jnp.ones(1)]}, "step": 3}
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for path, library in {tmp_path / "theirs": ocp, tmp_path / "ours": drop_in}.items():
+        with library.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, tree)
+        found = library.PyTreeCheckpointer().metadata(path).item_metadata
+        args = library.checkpoint_utils.construct_restore_args(found)
+        target = jax.tree.map(lambda x: Shape(x.shape, x.dtype, sharding=place), found)
+        partly = library.args.PyTreeRestore(target, args, partial_restore=True)
+        restore = drop_in.PyTreeCheckpointer().restore
+        for got in (
+            drop_in.StandardCheckpointer().restore(path, target),
+            restore(path, args=partly),
+            restore(path, item=found, restore_args=args),
+            restore(path, item=found, restore_args=args, transforms={}),
+        ):
+            assert jax.tree.structure(got) == jax.tree.structure(tree)
