@@ -245,8 +245,8 @@ def restore_like(
 
 def _with_dtype(leaf: Any, saved: Any) -> Any:
     """Returns a leaf of a target with the dtype that was saved, if both are numbers."""
-    dtype = _dtype_of(saved)
-    if dtype is None or _dtype_of(leaf) in (None, dtype):
+    dtype, wanted = _dtype_of(saved), _dtype_of(leaf)
+    if dtype is None or wanted is None or wanted == dtype:  # None is equal to float64
         return leaf
     if isinstance(saved, _NUMBERS):
         return saved
@@ -261,14 +261,17 @@ def _dtype_of(leaf: Any) -> np.dtype[Any] | None:
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """Returns an array or number in a dtype, and other leaves, such as keys, as they are."""
+    """Returns an array or number in a dtype, if any; other leaves, such as keys, as they are."""
+    if dtype is None:
+        return leaf
     if isinstance(leaf, _NUMBERS):
         return np.asarray(leaf).astype(dtype).item()
     return leaf if _dtype_of(leaf) is None else leaf.astype(dtype)
 
 
 def _cast_to(wanted: Any, value: Any) -> Any:
-    if _dtype_of(wanted) in (None, _dtype_of(value)):
+    dtype = _dtype_of(wanted)
+    if dtype is None or dtype == _dtype_of(value):
         return value
     if isinstance(wanted, _NUMBERS):
         return type(wanted)(value)

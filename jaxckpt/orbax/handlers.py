@@ -28,12 +28,7 @@ def _cast(tree: Any, save_args: Any) -> Any:
     dtypes = {n: a.dtype for n, a in _trees.by_name(save_args).items() if hasattr(a, "dtype")}
     if not any(dtypes.values()):
         return tree
-
-    def cast(path: _trees.Names, leaf: Any) -> Any:
-        dtype = dtypes.get(path)
-        return leaf if dtype is None else _trees.cast(leaf, dtype)
-
-    return _trees.map_named(cast, tree)
+    return _trees.map_named(lambda path, leaf: _trees.cast(leaf, dtypes.get(path)), tree)
 
 
 class PyTreeCheckpointHandler(Ours):

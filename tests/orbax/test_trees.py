@@ -287,6 +287,21 @@ def test_numbers_are_cast_to_any_dtype(tmp_path, dtype):
     assert kinds(_trees.restore_standard(tmp_path / "a", target)) == wanted
 
 
+@pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_are_cast_to_floats_that_cannot_have_them(tmp_path, dtype):
+    """Also to float64, which numpy takes for equal to None."""
+    tree = {"i": np.array([2**60 + 1]), "u": np.uint64([2**63 + 5]), "c": np.array([1 + 2j])}
+    targets = [Shape((1,), dtype), np.zeros(1, dtype)]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {**tree, "n": 2**60 + 1})
+        for target in targets:
+            like = {**dict.fromkeys(tree, target), "n": 0.0}
+            wanted = kinds(checkpointer.restore(tmp_path / "a", like))
+
+            assert kinds(_trees.restore_standard(tmp_path / "a", like)) == wanted
+
+
 @pytest.mark.parametrize("wanted", [0, 0.0, False, np.zeros((), np.int32)], ids=repr)
 def test_numbers_of_python_are_cast(tmp_path, wanted):
     """From and to any kind, arrays of no dimensions included."""

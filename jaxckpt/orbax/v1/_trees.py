@@ -33,7 +33,7 @@ def cast(tree: Any) -> Any:
     def changed(keys: Any, leaf: Any) -> Any:
         own = scoped(keys, leaf) if scoped is not None else None
         wanted = dtype if own is None or own.dtype is None else own.dtype
-        return leaf if wanted is None else _trees.cast(leaf, wanted)
+        return _trees.cast(leaf, wanted)
 
     return tree_util.tree_map_with_path(changed, tree)
 
