@@ -249,7 +249,7 @@ def _with_dtype(leaf: Any, saved: Any) -> Any:
     if dtype is None or wanted is None or wanted == dtype:  # None is equal to float64
         return leaf
     if isinstance(saved, _NUMBERS):
-        return saved
+        return leaf if np.shape(leaf) else saved  # of another shape: an error
     if isinstance(leaf, (np.ndarray, np.generic, *_NUMBERS)):
         return _zeros(np.shape(leaf), dtype)
     return _placed(leaf.shape, dtype, leaf.sharding)
