@@ -147,14 +147,15 @@ class ShardingMetadata:
         return {"shape": np.array, "axis_names": list}.get(name, lambda same: same)(value)
 
     def to_jax_sharding(self) -> Any:
-        """Returns it on the devices of this job.
+        """Returns it on the devices of this job; the first, for a single one that is not here.
 
         Raises:
-            ValueError: a device of it does not exist here.
+            ValueError: a device of a mesh does not exist here.
         """
         devices = {device.id: device for device in jax.devices()}
         if self.saved.is_single_device:
-            return SingleDeviceSharding(jax.devices()[0])
+            named = {f"{device}": device for device in devices.values()}
+            return SingleDeviceSharding(named.get(self.saved.device, jax.devices()[0]))
         ids = self.saved.device_ids or tuple(devices)
         if missing := [i for i in ids if i not in devices]:
             raise ValueError(f"devices {missing} do not exist here: {self.saved}")

@@ -21,6 +21,7 @@ from orbax.checkpoint import v1
 
 import jaxckpt
 import jaxckpt.orbax as drop_in
+from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.orbax import _trees
 
 Shape = jax.ShapeDtypeStruct
@@ -448,3 +449,19 @@ def test_a_target_made_of_metadata_restores_as_a_dict(tmp_path):
             restore(path, item=found, restore_args=args, transforms={}),
         ):
             assert jax.tree.structure(got) == jax.tree.structure(tree)
+
+
+def test_metadata_names_the_device_of_an_array(tmp_path):
+    """An array on the fourth device is restored there, also by its metadata."""
+    tree = {"w": jax.device_put(jnp.ones(3), jax.devices()[3])}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    drop_in.v1.save(tmp_path / "b", tree)
+
+    found = drop_in.PyTreeCheckpointer().metadata(tmp_path / "a").item_metadata
+    new = drop_in.v1.load(tmp_path / "b", drop_in.v1.metadata(tmp_path / "b"))
+
+    assert found["w"].sharding.to_jax_sharding() == tree["w"].sharding
+    assert new["w"].sharding == tree["w"].sharding
+    gone = SavedSharding(device="TPU_9")
+    place = drop_in.metadata.ShardingMetadata(gone).to_jax_sharding()
+    assert place.device_set == {jax.devices()[0]}
