@@ -337,7 +337,9 @@ def test_names_that_collide_both_survive_or_are_refused(new_path, tree):
     assert same(jaxckpt.restore(path), tree)
 
 
-@pytest.mark.parametrize("empty", [{}, [], (), None, OrderedDict(), optax.EmptyState()])
+@pytest.mark.parametrize(
+    "empty", [{}, [], (), None, OrderedDict(), FrozenDict(), optax.EmptyState()]
+)
 def test_empty_containers_survive(trip, empty):
     """Bare, in a tree, and in one another."""
     assert same(trip(empty), empty)

@@ -239,10 +239,10 @@ def _describe(value: Any, path: Path) -> Mapping[str, Any]:
         kind = next(t for t in _NUMBERS if isinstance(value, t)).__name__
         return {"kind": kind, "dtype": stored_value(kind, value).dtype.name}  # pyright: ignore[reportArgumentType]
     if is_empty(value):
-        word, container = _EMPTY_WORDS.get(type(value), "None"), None
-        if isinstance(value, dict):
-            word, container = "Dict", Node(type="odict") if type(value) is OrderedDict else None
-        elif type(value) not in _EMPTY_WORDS:
+        # Of a mapping, whatever its class, Orbax reads a dict.
+        word = "Dict" if isinstance(value, Mapping) else _EMPTY_WORDS.get(type(value), "None")
+        container = Node(type="odict") if type(value) is OrderedDict else None
+        if type(value) not in _EMPTY_WORDS and not isinstance(value, dict):
             container = _class_node(type(value), (), _one_level(value))
         return {"kind": "empty", "dtype": word, "container": container}
     if isinstance(value, jax.ShapeDtypeStruct):

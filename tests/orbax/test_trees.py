@@ -15,6 +15,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from flax import nnx
+from flax.core import FrozenDict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
@@ -465,3 +467,17 @@ def test_metadata_names_the_device_of_an_array(tmp_path):
     gone = SavedSharding(device="TPU_9")
     place = drop_in.metadata.ShardingMetadata(gone).to_jax_sharding()
     assert place.device_set == {jax.devices()[0]}
+
+
+def test_an_empty_mapping_of_any_class_is_read_as_a_dict(tmp_path):
+    """By Orbax too; jaxckpt restores its class."""
+    tree = {"frozen": FrozenDict({}), "state": nnx.State({}), "dict": {}, "opt": optax.EmptyState()}
+    jaxckpt.save(tmp_path / "a", tree, item=None)
+    drop_in.v1.save(tmp_path / "b", tree)
+    plain = {"frozen": {}, "state": {}, "dict": {}, "opt": None}
+
+    assert ocp.PyTreeCheckpointer().restore(tmp_path / "a") == plain
+    assert v1.load(tmp_path / "b") == drop_in.v1.load(tmp_path / "b") == plain
+    assert drop_in.PyTreeCheckpointer().restore(tmp_path / "a") == plain
+    got = jaxckpt.restore(tmp_path / "a")
+    assert {name: type(node) for name, node in got.items()} == {n: type(x) for n, x in tree.items()}
