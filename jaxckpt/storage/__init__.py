@@ -100,6 +100,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             `s3://bucket/...` or `memory://name/...`; or a `PathIn`, for a storage of your own.
 
     Raises:
+        ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
+        UnsupportedFormat: jaxckpt does not support the URL's scheme.
         StoreError: the file system of the path does not answer.
 
     Example:
