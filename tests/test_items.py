@@ -247,6 +247,18 @@ def test_a_run_takes_the_item_of_its_name_from_steps_of_orbax(tmp_path):
         assert manager.restore() == {"n": 3}
 
 
+@pytest.mark.parametrize("before", ["state", "default", "net"])
+def test_a_run_goes_on_under_another_name_of_its_state(tmp_path, before):
+    """From a main item of another name, as on the way to Orbax."""
+    with CheckpointManager(tmp_path, item=before) as manager:
+        manager.save(1, {"n": 1}, items={"ema": {"n": 0}})
+    with CheckpointManager(tmp_path, item="model") as manager:
+        assert manager.restore_or(lambda: {"n": 0}) == ({"n": 1}, 1)
+        manager.save(2, {"n": 2})
+
+    assert jaxckpt.restore(tmp_path / "2", item="model") == {"n": 2}
+
+
 @counts
 def test_orbax_without_item_names_restores_default(tmp_path, tree, count):
     """As its own single item: without arguments and with those of one item."""

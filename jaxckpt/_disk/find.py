@@ -50,15 +50,13 @@ _TRIES: Final = 20
 # How often a run is listed; a writer may delete a listed step, having committed newer steps.
 LISTINGS: Final = 3
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
-_CHECKPOINT_MARKS: Final = frozenset(
-    {
-        names.CHECKPOINT_METADATA,
-        names.RECORD,
-        names.ORBAX_MARKER,
-        names.WRITER,
-        names.DELETION_RECORD,
-    }
-)
+_CHECKPOINT_MARKS: Final = {
+    names.CHECKPOINT_METADATA,
+    names.RECORD,
+    names.ORBAX_MARKER,
+    names.WRITER,
+    names.DELETION_RECORD,
+}
 
 
 def at_rest(
@@ -245,8 +243,7 @@ def _find_file(storage: Storage, path: str, linked: str) -> Found:
     if listing(storage, replacement) is not None:
         return find(storage, replacement)
     if kind is None:
-        near = neighbours(storage, path)
-        raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
+        raise CheckpointNotFound(f"{path}: no such file or directory. {neighbours(storage, path)}")
     raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
 
 

@@ -371,8 +371,6 @@ def _very_old_strings(found: Found, path: str, leaf_names: Sequence[str]) -> dic
         if entry is not None and entry.kind == "file":
             file = f"{path}/{name}/{names.STRINGS}"
             data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            strings = step.decode_strings(data, file=file)
-            texts |= {
-                k: step.find_string(strings, k, file=file) for k in leaf_names if k in strings
-            }
+            there = step.decode_strings(data, file=file)
+            texts |= {k: step.find_string(there, k, file=file) for k in leaf_names if k in there}
     return texts

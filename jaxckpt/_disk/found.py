@@ -107,11 +107,9 @@ class Found:
     def not_here(self, what: str, wanted: Sequence[Wanted]) -> NotHere:
         """Returns the error for a part that another process has saved on its own disk."""
         assert self.part is not None
-        process, count = self.part
-        text = (
-            f"{self.path} has what process {process} of {count} held, and lacks {what}. The whole "
-        )
-        return NotHere(f"{text}step is in the directory of the run once it is uploaded.", wanted)
+        mine, count = self.part
+        text = f"{self.path} has what process {mine} of {count} held, and lacks {what}. The whole"
+        return NotHere(f"{text} step is in the directory of the run once it is uploaded.", wanted)
 
     def entries(self, folder: str) -> Entries:
         """Returns the entries of a directory, listed once; empty if the directory is missing.
@@ -223,8 +221,7 @@ def is_current(found: Found) -> bool:
 
 def _are_unchanged(storage: Storage, stamps: Mapping[str, object]) -> bool:
     try:
-        now_ = together(storage, [partial(stamp, storage, file) for file in stamps])
-        return now_ == [*stamps.values()]
+        return [*stamps.values()] == together(storage, [partial(stamp, storage, x) for x in stamps])
     except (FileNotFoundError, NotADirectoryError):
         return False
 

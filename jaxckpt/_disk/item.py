@@ -110,6 +110,13 @@ def main_item(found: Found) -> str:
     return names.main_tree(find_trees(found), found.record.item if found.record else "")
 
 
+def stand_in(found: Found, name: str) -> str | None:
+    """Returns None, for the main item, if that may be read for a run's item that is not there."""
+    # Not if it is main only as the last tree left: the named one may have been deleted.
+    clear = ("", names.STATE_ITEM, names.DEFAULT_ITEM, found.record.item if found.record else "")
+    return None if name == names.STATE_ITEM or main_item(found) in clear else name
+
+
 def lost_trees(found: Found) -> list[str]:
     """Returns the trees without which a checkpoint is no use: lost, by its metadata."""
     if found.record is not None:

@@ -12,7 +12,7 @@ import jax
 
 from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found, while_current
-from jaxckpt._disk.item import open_item
+from jaxckpt._disk.item import open_item, stand_in
 from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
@@ -51,7 +51,8 @@ class StateReading:
     def _open(self, found: Found) -> Any:  # an Item
         for name, value in self.objects.items():
             self._states[name] = _items.state_for(found, name, value, self.processes)
-        return open_item(found, self.item if self.item in found.items else None)
+        item = self.item if self.item in found.items else stand_in(found, self.item)
+        return open_item(found, item)
 
     def set_objects(self, _: object) -> None:
         """Sets the states of the objects from the step read last."""

@@ -167,6 +167,21 @@ def test_items_without_a_main_one_can_be_deleted(tmp_path):
             assert jaxckpt.verify(tmp_path / f"{step}").ok
 
 
+def test_no_other_item_takes_the_place_of_a_deleted_one(tmp_path):
+    """Of several trees without a main one, the last one left is restored only by its own name."""
+    args, save = ours.args, ours.args.StandardSave({"w": jnp.ones(2)})
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args.Composite(ema=save, params=args.StandardSave({"w": 1})))
+    with jaxckpt.CheckpointManager(tmp_path, item="params") as manager:
+        assert manager.restore() == {"w": 1}
+        manager.delete(1, item="params")
+
+        with pytest.raises(jaxckpt.CheckpointNotFound, match="no item 'params'; its items are ema"):
+            manager.restore()
+    with jaxckpt.CheckpointManager(tmp_path, item="ema") as manager:
+        assert jax.tree.map(list, manager.restore()) == {"w": [1, 1]}
+
+
 def test_a_lost_state_is_damage_wherever_it_was_in_the_args(tmp_path):
     """The other tree is not restored in its place."""
     args, save = ours.args, ours.args.StandardSave({"w": jnp.ones(2)})
