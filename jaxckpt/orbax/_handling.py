@@ -28,6 +28,7 @@ from etils import epath
 
 from jaxckpt import SaveFailed, SaveHandle, StepExists, save
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
 from jaxckpt.format import names, step
@@ -150,6 +151,12 @@ def several(items: Items, mode: int | None) -> Several:
     """Returns items to save, and the permissions of their directories."""
     take: Any = items if mode is None else {n: partial(_Private, t, mode) for n, t in items.items()}
     return Several(take)
+
+
+def with_metrics(items: Several, metrics: Any) -> Several:
+    """Returns items with metrics beside them."""
+    beside = {names.METRICS_ITEM: lambda *_: take_metrics(metrics, lambda _: None)}
+    return Several({**items.take, **beside}) if metrics else items
 
 
 def make_dir(storage: Storage, path: str, mode: int | None, *, is_new: bool = False) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from etils import epath
@@ -20,6 +21,8 @@ from etils import epath
 from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle, UnsupportedFormat
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
+from jaxckpt._save.save import prepare, start
+from jaxckpt._save.snapshot import Items
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import current, lead, raise_first
@@ -93,7 +96,7 @@ class Run(Closing):
         """
         self._directory, self._options, self._given = epath.Path(directory), options, given
         background = options.async_options or AsyncOptions()
-        called = background.post_finalization_callback
+        self._called = called = background.post_finalization_callback
         given["on_commit"] = None if called is None else lambda _: called()
         given["timeout_s"] = background.timeout_secs
         # At least one digit: without names, jaxckpt would adopt the names that it finds.
@@ -159,10 +162,13 @@ class Run(Closing):
         """Looks at the directory again."""
         self._steps.replace(self._look())
 
-    def _is_due(self, step: int) -> bool:
-        """Returns whether a step is above the newest and due; leaves errors to `save`."""
-        newest = self._steps.newest
-        return (newest is None or newest < step) and is_due(self._open(), step)
+    def _is_due(self, step: int, *, force: bool = False) -> bool:
+        """Returns whether a step is above the newest and due; each call asks the policy."""
+        if self._steps.numbers and step <= self._steps.numbers[-1]:
+            return False
+        saver = saver_of(self._open())
+        saver.due.forget()
+        return saver.decide(step, force=force).save  # leaves errors to `save`
 
     def _save(self, step: int, items: Any, metrics: Any, **options: Any) -> SaveHandle | None:
         """Saves a step if it is due; raises the error of an earlier save, and forgets its step."""
@@ -221,11 +227,26 @@ class Run(Closing):
                 _close_run(self._writer, self._index)
 
 
-def is_due(writer: CheckpointManager, step: int, *, force: bool = False) -> bool:
-    """Returns whether a step is due now: each call asks the policy, as with Orbax."""
-    saver = saver_of(writer)
-    saver.due.forget()
-    return saver.decide(step, force=force).save
+def save_earlier(
+    run: Run, step: int, items: Items, metrics: Any, metadata: Any, *, overwrite: bool = False
+) -> SaveHandle:
+    """Replaces a step at once, or adds one below the newest, which a manager does not."""
+    run._finish()
+    saver = saver_of(writer := run._open())
+    if not saver.position.is_owned:
+        saver.position.join(step)
+    items = _handling.with_metrics(items, metrics)
+    request = prepare(run._index.path(step), items, overwrite, metadata, copy=True)
+    problem = None
+    try:
+        saver.fence()
+        writer.close()  # it knows the step as it was
+    except Exception as error:  # raised in every process
+        problem = error
+    handle = start(replace(request, fence=saver.fence, problem=problem))
+    _handling.on_commit(handle, run._called)
+    run._steps.add(handle, step, metrics)
+    return handle
 
 
 def _without_links(index: StepIndex) -> list[int]:

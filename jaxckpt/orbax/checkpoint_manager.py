@@ -13,7 +13,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.orbax import _handling, args, handlers, metadata, options, policies
-from jaxckpt.orbax._run import Run
+from jaxckpt.orbax._run import Run, save_earlier
 from jaxckpt.orbax.checkpointers import Checkpointer, Closing
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
@@ -140,7 +140,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
         Raises:
             Any error of the previous save; this step is not saved then.
-            ValueError: the run has the step, or a later step, and `force` is set.
+            ValueError: the run has the step, and `force` is set.
         """
         if items is None and args is None:
             raise ValueError("Must provide `args` for `save`.")
@@ -156,8 +156,13 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         metrics = metrics if ranks and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)
         with _handling.as_raised():  # an earlier save may have failed
-            more = {"force": bool(force), "custom_metadata": custom_metadata}
-            handle = self._save(step, stored, metrics, **more)
+            if self._steps.numbers and step < self._steps.numbers[-1]:
+                handle = save_earlier(self, step, stored, metrics, custom_metadata)
+                with self._reloading():  # at once, since no worker has it to wait for
+                    handle.result()
+            else:
+                more = {"force": bool(force), "custom_metadata": custom_metadata}
+                handle = self._save(step, stored, metrics, **more)
         if handle is not None and not self._is_async:
             self.wait_until_finished()
         return handle is not None

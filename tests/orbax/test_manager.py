@@ -20,7 +20,7 @@ import pytest
 import jaxckpt
 import jaxckpt.orbax as ours
 import jaxckpt.orbax.v1 as ours_v1
-from jaxckpt import UnsupportedFormat
+from jaxckpt import SaveFailed, UnsupportedFormat
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode_record, encode_record
 from tests.orbax.twice import raised, read_each, twice
@@ -449,6 +449,42 @@ def test_an_interval_of_0_is_an_error(tmp_path, interval):
     out = twice(program, tmp_path)
 
     assert out[-1] == ([2] if interval == 0 else [0, 2])
+
+
+def test_a_step_below_the_newest_is_saved_by_force(tmp_path):
+    """As after a restore of an older step; the later steps stay."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(save_interval_steps=5, best_fn=lambda m: m["loss"])
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            save = lambda n, **more: manager.save(  # noqa: E731
+                n, args=ocp.args.StandardSave(tree(n)), metrics={"loss": n}, **more
+            )
+            out = [save(5), save(10), save(6), save(7, force=True), save(8, force=True)]
+            out += [raised(save, 7, force=True), manager.metrics(7)]
+            manager.wait_until_finished()
+            out += [sorted(manager.all_steps()), save(15), manager.restore(7)]
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            return [*out, manager.all_steps(), manager.best_step(), manager.restore(8)]
+
+    out = twice(program, tmp_path, read=read_newest)
+
+    assert out[:5] == [True, True, False, True, True]
+    assert jaxckpt.verify(tmp_path / "ours" / "run").ok
+
+
+def test_a_save_below_the_newest_that_fails_is_raised(tmp_path):
+    """By the call, and the step is not listed; the next save goes on."""
+    with ours.CheckpointManager(tmp_path) as manager:
+        args = [ours.args.StandardSave({"n": n}) for n in range(3)]
+        manager.save(2, args=args[2])
+        manager.wait_until_finished()
+        (tmp_path / "1").write_text("not a directory")
+        assert isinstance(raised(manager.save, 1, args=args[1], force=True), SaveFailed | OSError)
+        assert manager.all_steps() == [2]
+        assert manager.save(3, args=args[0])
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
 
 
 @pytest.mark.parametrize("api", ["v0", "v1"])

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from jaxckpt import SaveHandle, StepExists
 from jaxckpt import save_async as start_checkpoint
-from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import Items
 from jaxckpt.format import names
 from jaxckpt.orbax._handling import as_raised, on_commit, several
@@ -111,15 +110,6 @@ def items(checkpointables: Mapping[str, Any]) -> Items:
     registry = context.checkpointables.registry
     takes = {n: handlers.for_save(registry, one, n) for n, one in checkpointables.items()}
     return several(takes, context.file.path_permission_mode)
-
-
-def with_metrics(items: Items, metrics: Any) -> Items:
-    """Returns items with metrics beside them."""
-    if not metrics:
-        return items
-    return Items(
-        {**items.take, names.METRICS_ITEM: lambda *_: take_metrics(metrics, lambda _: None)}
-    )
 
 
 def save(path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import operator
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 from etils import epath
@@ -14,10 +14,8 @@ from etils import epath
 from jaxckpt import SaveFailed
 from jaxckpt._run.facts import run_metadata
 from jaxckpt._run.manager import saver_of
-from jaxckpt._save.save import prepare, start
 from jaxckpt.orbax import policies
-from jaxckpt.orbax._handling import on_commit
-from jaxckpt.orbax._run import Run, is_due
+from jaxckpt.orbax._run import Run, save_earlier
 from jaxckpt.orbax.options import CheckpointManagerOptions
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
@@ -191,36 +189,17 @@ class Checkpointer(Run):
         with get_context(self._context):
             items = _saving.items(checkpointables)
         if steps and step <= steps[-1]:
-            return self._save_earlier(step, items, metrics, custom_metadata)
-        if is_due(writer := self._open(), step, force=force):
-            saver_of(writer).worker.finish()  # `_save` raises the errors, in every process
+            self.wait()
+            given, replaces = (step, items, metrics, custom_metadata), step in steps
+            handle = save_earlier(self, *given, overwrite=_saving.replaces(replaces))
+            return SaveResponse(handle, value=True, failed=self.reload)
+        if self._is_due(step, force=force):
+            saver_of(self._open()).worker.finish()  # `_save` raises the errors, in every process
         more = {"force": force, "custom_metadata": custom_metadata}
         handle = self._save(step, items, metrics or None, **more)
         if handle is None:
             return None
         return SaveResponse(handle, value=True, wait=self._finish, failed=self.reload)
-
-    def _save_earlier(
-        self, step: int, items: Any, metrics: Any, custom_metadata: Any
-    ) -> AsyncResponse:
-        """Replaces a step at once, or adds one below the newest, which a manager does not."""
-        self.wait()
-        saver = saver_of(writer := self._open())
-        replaces = _saving.replaces(step in self._steps.numbers)
-        if not saver.position.is_owned:
-            saver.position.join(step)
-        items = _saving.with_metrics(items, metrics)
-        request = prepare(self._path(step), items, replaces, custom_metadata, copy=True)
-        problem = None
-        try:
-            saver.fence()
-            writer.close()  # it knows the step as it was
-        except Exception as error:  # raised in every process
-            problem = error
-        handle = start(replace(request, fence=saver.fence, problem=problem))
-        on_commit(handle, self._context.asynchronous.post_finalization_callback)
-        self._steps.add(handle, step, metrics)
-        return SaveResponse(handle, value=True, failed=self.reload)
 
     def cancel(self, step: Any = None) -> None:
         """Ends the save under way without a commit, and deletes a step."""
