@@ -94,8 +94,7 @@ class DueSteps:
         Returns:
             How long the save blocked the caller.
         """
-        now_s = time.monotonic()
-        blocked_s = now_s - entered_s
+        blocked_s = (now_s := time.monotonic()) - entered_s
         with self._lock:
             self.schedules = [
                 one.saved(step, now_s=now_s, blocked_s=blocked_s, agreed=agreed)

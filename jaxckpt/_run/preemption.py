@@ -48,6 +48,7 @@ class Preemption:
         self._asked: tuple[int, bool] | None = None
         self._from: int | None = None
         self._before: dict[int, Any] = {}
+        self.ends: Callable[[], bool] = lambda: False  # whether the first signal acts as the second
         self._process = os.getpid()
         self._deadline_s: float | None = None  # when the job is stopped, according to a notice
         self._closed = threading.Event()
@@ -133,7 +134,7 @@ class Preemption:
             before(number, frame)
         if self._count > 1 and listens:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif again and before == signal.SIG_DFL:
+        elif (again or self.ends()) and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from etils import epath
@@ -66,6 +67,7 @@ class Steps:
     def add(self, handle: SaveHandle, step: int, metrics: Any) -> None:
         """Counts a step as saved."""
         self.saves.append(handle)
+        handle.on_end(signals.after)
         self.numbers = sorted({*self.numbers, step})
         numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
         self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
@@ -128,7 +130,8 @@ class Run(Closing):
                 step_prefix=self._names.prefix,
                 step_digits=self._names.digits,
             )
-            _open[self._index.root] = writer, self._index
+            _open[self._index.root] = writer, self._index, self._steps
+            saver_of(writer).preemption.ends = signals.ends
         return writer
 
     @property
@@ -261,7 +264,32 @@ def _without_links(index: StepIndex) -> list[int]:
     return steps
 
 
-_open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root
+_open: Final[dict[str, tuple[CheckpointManager, StepIndex, Steps]]] = {}  # by root
+
+
+@dataclass
+class _Signals:
+    """Lets SIGTERM and SIGUSR1 end the process, as with Orbax, once no save is under way."""
+
+    asked: bool = False  # by the program, which then ends by itself
+    _told: bool = False
+
+    def ends(self) -> bool:
+        """Returns whether a signal ends the process at once; in the handler."""
+        self._told = not self.asked
+        return self._told and not self._are_saves_besides(None)
+
+    def after(self, handle: SaveHandle) -> None:
+        """Ends the process after the last save, if it was told to end."""
+        if self._told and not self._are_saves_besides(handle):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _are_saves_besides(self, handle: SaveHandle | None) -> bool:
+        saves = [one for *_, steps in [*_open.values()] for one in steps.saves]
+        return not all(one is handle or one.done() for one in saves)
+
+
+signals: Final = _Signals()
 
 
 def _close_run(writer: CheckpointManager, index: StepIndex) -> None:
@@ -291,7 +319,7 @@ def _remove_files(index: StepIndex, owns: Callable[[], bool]) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for writer, index in [*_open.values()]:
+    for writer, index, _ in [*_open.values()]:
         saver = saver_of(writer)
         with contextlib.suppress(Exception):  # already reported
             # A save that still waits for processes that are gone would be waited for again.

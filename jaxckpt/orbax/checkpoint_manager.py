@@ -13,7 +13,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.orbax import _handling, args, handlers, metadata, options, policies
-from jaxckpt.orbax._run import Run, save_earlier
+from jaxckpt.orbax._run import Run, save_earlier, signals
 from jaxckpt.orbax.checkpointers import Checkpointer, Closing
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
@@ -275,7 +275,11 @@ class CheckpointManager(Run, AbstractCheckpointManager):
     wait_until_finished, check_for_errors = Run._finish, Run._raise_errors
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns whether the job is being stopped and should end at this step."""
+        """Returns whether the job is being stopped and should end at this step.
+
+        A program that asks is not ended by SIGTERM from then on.
+        """
+        signals.asked = True
         return not self._options.read_only and self._open().reached_preemption(step)
 
     def delete(self, step: int) -> None:

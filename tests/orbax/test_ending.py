@@ -87,3 +87,48 @@ def test_the_files_of_another_manager_stay(tmp_path):
         second.wait_until_finished()
 
         assert {"_jaxckpt.lock", "_jaxckpt.owner"} < {*os.listdir(tmp_path)}
+
+
+TOLD = """
+import os, signal, sys, threading
+import jaxckpt.orbax as ocp
+
+told = threading.Event()  # until then the save is under way
+class Handler(ocp.AsyncCheckpointHandler):
+    async def async_save(self, directory, args):
+        (directory / "x").write_text("x")
+        class Future:
+            def result(self, timeout=None):
+                told.wait()
+        return [Future()]
+    def save(self, directory, args):
+        pass
+    def restore(self, directory, args):
+        return (directory / "x").read_text()
+@ocp.args.register_with_handler(Handler, for_save=True)
+class Save(ocp.args.CheckpointArgs):
+    pass
+manager = ocp.CheckpointManager(sys.argv[1])
+when = sys.argv[2]
+manager.save(1, args=ocp.args.Composite(a=Save()))
+if when == "asked":
+    manager.reached_preemption(1)
+if when == "idle":
+    told.set()
+    manager.wait_until_finished()
+os.kill(os.getpid(), signal.SIGTERM)
+told.set()
+if when == "saving":
+    threading.Event().wait(60)
+print(manager.reached_preemption(2))
+"""
+
+
+@pytest.mark.parametrize(("when", "code"), [("idle", -15), ("saving", -15), ("asked", 0)])
+def test_a_signal_ends_a_program_that_does_not_ask(tmp_path, when, code):
+    """As with Orbax, but after the save under way; one that asks ends by itself."""
+    command = [sys.executable, "-c", TOLD, tmp_path, when]
+    ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+
+    assert (ended.returncode, ended.stdout) == (code, "True\n" if when == "asked" else "")
+    assert ocp.CheckpointManager(tmp_path).all_steps() == [1]
