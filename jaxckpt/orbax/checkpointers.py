@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, Self
 
@@ -121,16 +122,18 @@ class Checkpointer(AbstractCheckpointer):
         return _handling.load(self._handler, os.fspath(directory), given)
 
     def metadata(self, directory: str | os.PathLike[str]) -> Any:
-        """Describes a checkpoint, without reading its arrays."""
+        """Describes a checkpoint, without reading its arrays; says nothing if there is none."""
         if isinstance(self._handler, handlers.CompositeCheckpointHandler):
             return self._handler.metadata(directory)
         try:
             item = self._handler.metadata(epath.Path(directory))
         except (FileNotFoundError, NotImplementedError, ValueError, TypeError):
             item = None
-        found = metadata.of_step(metadata.found_at(directory), item)
-        found.item_handlers = _handling.typestr(self._handler)
-        return found
+        with contextlib.suppress(FileNotFoundError):
+            found = metadata.of_step(metadata.found_at(directory), item)
+            found.item_handlers = _handling.typestr(self._handler)
+            return found
+        return metadata.StepMetadata()
 
     def structure(self, directory: str | os.PathLike[str]) -> Any:
         """Is not supported."""

@@ -464,3 +464,18 @@ def test_post_finalization_callback(tmp_path):
         return called
 
     twice(program, tmp_path)
+
+
+def test_metadata_of_no_checkpoint(tmp_path):
+    """Says nothing, so that a program can ask whether there is one."""
+
+    def program(ocp, path):
+        (path / "empty").mkdir()
+        found = [
+            checkpointer.metadata(path / name)
+            for checkpointer in (ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer())
+            for name in ("missing", "empty")
+        ]
+        return [(one.item_handlers, one.item_metadata, one.custom_metadata) for one in found]
+
+    twice(program, tmp_path)
