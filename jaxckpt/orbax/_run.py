@@ -19,11 +19,12 @@ from typing import Any, Final
 
 from etils import epath
 
-from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle, UnsupportedFormat
+from jaxckpt import CheckpointManager, KeepPolicy, SaveHandle
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.manager import saver_of
 from jaxckpt._save.save import prepare, start
 from jaxckpt._save.snapshot import Items
+from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import current, lead, raise_first
@@ -188,6 +189,8 @@ class Run(Closing):
 
     def _delete(self, step: int, item: str | None = None) -> None:
         """Deletes a step, or an item of it; FileNotFoundError if it is not there."""
+        if step not in self._steps.numbers:  # before a directory is made for a lock
+            raise CheckpointNotFound(f"{self.directory} has no step {step}: {self._steps.numbers}")
         self._open().delete(step, item=item)
         self._steps.numbers = [s for s in self._steps.numbers if s != step or item is not None]
 

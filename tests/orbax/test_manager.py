@@ -743,6 +743,17 @@ def test_metadata_of_the_run(tmp_path):
     twice(program, tmp_path)
 
 
+def test_nothing_is_made_for_a_step_that_is_not_there(tmp_path):
+    """Where the run is not to be made, `delete` raises and leaves it so."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(create=False)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            return raised(manager.delete, 3), (path / "run").exists()
+
+    assert twice(program, tmp_path)[1] is False
+
+
 def test_read_only(tmp_path):
     """A reader finds the steps, and skips saves and deletions."""
 
