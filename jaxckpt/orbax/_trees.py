@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import jax
@@ -19,13 +19,14 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxckpt import Checkpoint, TreeMismatch, restore
 from jaxckpt import open as open_checkpoint
-from jaxckpt.format.tree import parse_path
+from jaxckpt.format.tree import parse_path, path_text
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
 
 _DIFFER: Final = "User-provided restore item and on-disk value differ"
 
 _NUMBERS: Final = (bool, int, float)
+_is_none: Final = partial(operator.is_, None)
 
 Names = tuple[str, ...]  # the keys on the way to a leaf
 
@@ -42,17 +43,14 @@ def _name_of(key: Any) -> str:
 
 def by_name(tree: Any, is_leaf: Any = None) -> dict[Names, Any]:
     """Returns the leaves of a tree by their names."""
-    pairs = tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return {names_of(keys): leaf for keys, leaf in pairs}
+    return {names_of(k): leaf for k, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def map_named(change: Callable[[Names, Any], Any], tree: Any, is_leaf: Any = None) -> Any:
     """Returns a tree with each leaf changed by a function of its names and its value."""
-
-    def changed(keys: tuple[Any, ...], leaf: Any) -> Any:
-        return change(names_of(keys), leaf)
-
-    return tree_util.tree_map_with_path(changed, tree, is_leaf=is_leaf)
+    return tree_util.tree_map_with_path(
+        lambda keys, leaf: change(names_of(keys), leaf), tree, is_leaf=is_leaf
+    )
 
 
 def is_empty(node: Any) -> bool:
@@ -61,16 +59,7 @@ def is_empty(node: Any) -> bool:
 
 
 def plain(tree: Any, *, keep_empty: bool = False) -> Any:
-    """Returns a restored tree with the types that Orbax returns without a target.
-
-    Args:
-        keep_empty: Whether empty containers of any class stay as they are.
-
-    Example:
-        >>> import optax
-        >>> plain([{0: (1, np.float32(2))}, optax.EmptyState(), ()])
-        [{'0': [1, 2.0]}, None, ()]
-    """
+    """Returns a tree in lists and dicts; with `keep_empty`, empty nodes of any class stay."""
     if type(tree) is dict and tree:  # the same as below, but quick
         return {str(key): plain(tree[key], keep_empty=keep_empty) for key in sorted(tree)}
     below, _ = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
@@ -78,9 +67,30 @@ def plain(tree: Any, *, keep_empty: bool = False) -> Any:
         kept = keep_empty or tree is None or type(tree) in (dict, list, tuple)
         return tree if kept else {} if isinstance(tree, Mapping) else None
     if not below[0][0]:
-        return tree.item() if isinstance(tree, np.generic) else tree
+        return tree
     children = {names_of(keys)[0]: plain(child, keep_empty=keep_empty) for keys, child in below}
     return list(children.values()) if type(tree) in (list, tuple) else children
+
+
+def untyped(tree: Any) -> Any:
+    """Returns a restored tree with the types that Orbax returns without a target.
+
+    Example:
+        >>> import optax
+        >>> untyped([{0: (1, np.float32(2))}, optax.EmptyState(), ()])
+        [{'0': [1, 2.0]}, None, ()]
+    """
+    return jax.tree.map(lambda x: x.item() if isinstance(x, np.generic) else x, plain(tree))
+
+
+def abstract(found: Checkpoint) -> Any:
+    """Returns a checkpoint's tree as Orbax describes it; numbers are numpy's, with their dtypes."""
+
+    def typed(names: Names, leaf: Any) -> Any:
+        saved = found.leaves.get(path_text(names)) if isinstance(leaf, _NUMBERS) else None
+        return np.zeros((), saved.dtype)[()] if saved and saved.dtype else leaf
+
+    return map_named(typed, plain(found.abstract()))
 
 
 def nested(leaves: Mapping[Names, Any]) -> Any:
@@ -110,7 +120,7 @@ def restore_standard(
         strict: If False, jax arrays are cut off or padded to the shapes of the target.
     """
     if target is None:
-        return plain(restore(path))
+        return untyped(restore(path))
     if not any(map(_is_free, jax.tree.leaves(target))):
         return restore_like(path, target, resize=not strict)
     found = open_checkpoint(path)
@@ -141,7 +151,7 @@ def _as_saved(leaf: Any, saved: Any) -> Any:
         return _zeros(np.shape(data_of(saved)), leaf.dtype)
     if not _may_be_key_data(leaf) or data_of(saved) is saved:
         return leaf
-    return _placed(saved.shape, saved.dtype, _cut(leaf.sharding, len(saved.shape)))
+    return saved.update(sharding=_cut(leaf.sharding, saved.ndim))
 
 
 def data_of(saved: Any) -> Any:
@@ -177,24 +187,24 @@ def restore_pytree(
             not saved keep the values in the target.
     """
     if target is None and restore_args is None:
-        return plain(restore(path))
+        return untyped(restore(path))
     found = open_checkpoint(path)
-    abstract = plain(found.abstract())
-    saved, args = by_name(abstract), by_name(restore_args)
+    there = abstract(found)
+    saved, args = by_name(there), by_name(restore_args)
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
         # A partial restore of Orbax takes only the structure of a target, and leaves out by args.
         if names not in saved or (leaf is PLACEHOLDER and not partial):
             return leaf
-        arg, there = args.get(names), saved[names]
-        leaf = wanted_leaf(there, arg, leaf)
+        arg, shape = args.get(names), np.shape(saved[names])
+        leaf = wanted_leaf(saved[names], arg, leaf)
         is_strict = getattr(arg, "strict", False) and not isinstance(leaf, np.ndarray)
-        if resize and is_strict and np.shape(leaf) != np.shape(there):
+        if resize and is_strict and np.shape(leaf) != shape:
             raise ValueError(f"{_DIFFER}: the shape of {names}, whose args have strict=True")
         return leaf
 
-    like = map_named(wanted, abstract if target is None else target)
+    like = map_named(wanted, there if target is None else target)
     return restore_like(found, like, resize=resize, partial=partial)
 
 
@@ -252,7 +262,7 @@ def _with_dtype(leaf: Any, saved: Any) -> Any:
         return leaf if np.shape(leaf) else saved  # of another shape: an error
     if isinstance(leaf, (np.ndarray, np.generic, *_NUMBERS)):
         return _zeros(np.shape(leaf), dtype)
-    return _placed(leaf.shape, dtype, leaf.sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _dtype_of(leaf: Any) -> np.dtype[Any] | None:
@@ -306,10 +316,6 @@ def _restore_onto(
     return jax.tree.map(lambda x, y: None if x is None else y, like, restored, is_leaf=_is_none)
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
 def _above(saved: Mapping[Names, Any]) -> set[Names]:
     """Returns the names of the containers of leaves."""
     return {names[:i] for names in saved for i in range(len(names))}
@@ -341,10 +347,8 @@ def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
     Strict `ArrayRestoreArgs` without a shape or dtype take it from an array in the target.
     """
     kind, dtype = getattr(args, "restore_type", None), getattr(args, "dtype", None)
-    if kind in (int, float, bool, str, bytes):
+    if kind in (int, float, bool, str, bytes, type(PLACEHOLDER)):
         return kind()
-    if kind is type(PLACEHOLDER):
-        return PLACEHOLDER
     if isinstance(saved, (str, bytes, type(None))):
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
@@ -352,19 +356,18 @@ def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
     if kind is np.ndarray and (data := data_of(saved)) is not saved:
         return _zeros(data.shape, data.dtype)
     if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
-        return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
+        return jax.ShapeDtypeStruct(shape, saved_dtype, sharding=_cut(sharding, len(shape)))
     sizes = [getattr(args, name, None) for name in ("global_shape", "shape")]
     if getattr(args, "strict", False) and getattr(target, "shape", ()) and _dtype_of(target):
         sizes, dtype = [*sizes, target.shape], dtype or target.dtype
     shape = next((tuple(size) for size in sizes if size is not None), shape)
-    if kind is np.ndarray:
+    is_jax = sharding is not None or kind is jax.Array or isinstance(saved, jax.ShapeDtypeStruct)
+    if is_jax and kind is not np.ndarray:
+        dtype = jax.dtypes.canonicalize_dtype(dtype or saved_dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    if kind is np.ndarray or isinstance(saved, np.ndarray):
         return _zeros(shape, dtype or saved_dtype)
-    is_jax = kind is jax.Array or isinstance(saved, jax.ShapeDtypeStruct)
-    if sharding is not None or is_jax:
-        return _placed(shape, jax.dtypes.canonicalize_dtype(dtype or saved_dtype), sharding)
-    if isinstance(saved, np.ndarray):
-        return _zeros(shape, dtype or saved_dtype)
-    return saved if dtype is None else np.zeros((), dtype).item()
+    return np.zeros((), dtype or saved_dtype).item()
 
 
 def sharding_of(args: Any) -> Any:
@@ -381,10 +384,6 @@ def _cut(sharding: Any, rank: int) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, type(sharding.spec)(*sharding.spec[:rank]))
-
-
-def _placed(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

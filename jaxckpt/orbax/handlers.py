@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import jax
@@ -80,10 +81,13 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
                 "StandardCheckpointHandler / StandardSave does not support single arrays or "
                 "scalars. Use ArrayCheckpointHandler / ArraySave"
             )
-        if not all(map(_has_dtype, jax.tree.leaves(given.item))):
-            wrong = [pair for pair in _trees.by_name(given.item).items() if not _has_dtype(pair[1])]
-            raise ValueError(f"Unsupported type: {type(wrong[0][1])} for key: {wrong[0][0]}.")
-        return super()._stored(given)
+
+        def checked(key: _trees.Names, leaf: Any) -> Any:
+            if not (isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")):
+                raise ValueError(f"Unsupported type: {type(leaf)} for key: {key}.")
+            return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+
+        return super()._stored(replace(given, item=_trees.map_named(checked, given.item)))
 
     def _restored(self, path: str, given: Any) -> Any:
         if isinstance(given, args.PyTreeRestore):
@@ -91,10 +95,6 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
         if given.support_layout:
             raise NotImplementedError("support_layout: layouts are not restored")
         return _trees.restore_standard(path, given.item, strict=given.strict)
-
-
-def _has_dtype(leaf: Any) -> bool:
-    return isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
 # --- single values ---------------------------------------------------------------------------
@@ -150,11 +150,10 @@ class JaxRandomKeyCheckpointHandler(Ours):
     def _stored(self, given: Any) -> Items:
         if not isinstance(given.item, jax.Array):
             raise TypeError(f"Unsupported type: {type(given.item)}.")
-        typed = jax.numpy.issubdtype(given.item.dtype, jax.dtypes.prng_key)
-        data = jax.random.key_data(given.item) if typed else given.item
+        key, data = given.item, _trees.as_data(given.item)
         jax.random.wrap_key_data(data)  # raises TypeError where the restore would
         array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))[""]
-        facts = JsonCheckpointHandler()._stored(args.JsonSave({"typed": bool(typed)}))[""]
+        facts = JsonCheckpointHandler()._stored(args.JsonSave({"typed": data is not key}))[""]
         whole = Stored(files={}, handler=self.typestr())
         return {"": whole, self._name: array, f"{self._name}_metadata": facts}
 

@@ -173,7 +173,7 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
         where = ".".join(path), directory
         if isinstance(leaf, (str, bytes)):
             return StringMetadata(*where)
-        if isinstance(leaf, (bool, int, float)):
+        if isinstance(leaf, (bool, int, float, np.generic)):
             return ScalarMetadata(*where, dtype=np.asarray(leaf).dtype)
         sharding, storage = stored
         return ArrayMetadata(*where, tuple(leaf.shape), sharding, leaf.dtype, storage)
@@ -198,7 +198,7 @@ def map_leaves(found: Checkpoint, describe: Callable[..., Any]) -> Any:
         storage = StorageMetadata(saved.inner_shape or saved.chunk_shape, written)
         return describe(path, data, sharding, storage)
 
-    return _trees.map_named(described, _trees.plain(found.abstract()))
+    return _trees.map_named(described, _trees.abstract(found))
 
 
 def found_at(path: str | os.PathLike[str]) -> Found:

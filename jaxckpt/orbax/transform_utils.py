@@ -79,8 +79,7 @@ def restore_transformed(path: str, given: Any) -> Any:
             "of expected result."
         )
     found = open_checkpoint(path)
-    abstract = _trees.plain(found.abstract())
-    rules, saved = to_flat_dict(given.transforms, "/"), _trees.by_name(abstract)
+    rules, saved = to_flat_dict(given.transforms, "/"), _trees.by_name(_trees.abstract(found))
     if any(rule.multi_value_fn is not None for rule in rules.values()):
         raise NotImplementedError(
             "multi_value_fn: restore with jaxckpt.restore(path), then compute the new tree"

@@ -479,3 +479,26 @@ def test_metadata_of_no_checkpoint(tmp_path):
         return [(one.item_handlers, one.item_metadata, one.custom_metadata) for one in found]
 
     twice(program, tmp_path)
+
+
+def test_numbers_of_numpy_are_arrays_for_the_standard_handler(tmp_path):
+    """For the handler of pytrees, they are numbers; both describe them by their dtypes."""
+    numbers = {"f": np.float32(2.5), "d": np.float64(2.5), "i": np.int8(3), "large": 2**63, "n": 3}
+
+    def program(ocp, path):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "standard", numbers)
+        ocp.PyTreeCheckpointer().save(path / "pytree", numbers)
+
+    def read(ocp, path):
+        checkpointer = ocp.PyTreeCheckpointer()
+        as_is, as_arrays = (ocp.RestoreArgs(restore_type=kind) for kind in (None, np.ndarray))
+        for kind in ("standard", "pytree"):
+            yield checkpointer.restore(path / kind)
+            for args in (as_is, as_arrays):
+                given = dict.fromkeys(numbers, args)
+                yield checkpointer.restore(path / kind, restore_args=given)
+            for leaf in checkpointer.metadata(path / kind).item_metadata.values():
+                yield type(leaf).__name__, str(leaf.dtype)
+
+    twice(program, tmp_path, read=lambda *given: [*read(*given)])

@@ -403,12 +403,13 @@ def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
 
 def test_trees_that_are_one_leaf_or_have_empty_parts():
     """The functions over trees return what Orbax's return."""
-    tree = {"a": 1, "b": None, "c": {}, "d": [2, []], "e": optax.EmptyState()}
+    tree = {"a": 1, "b": None, "c": {}, "d": [np.float32(2), []], "e": optax.EmptyState()}
     for keep in (True, False):
         for value in (tree, 7):
             theirs = ocp.tree.serialize_tree(value, keep_empty_nodes=keep)
             ours = drop_in.tree.serialize_tree(value, keep_empty_nodes=keep)
             assert ours == theirs
+            assert kinds(ours) == kinds(theirs)
             assert drop_in.tree.deserialize_tree(ours, value, keep_empty_nodes=keep) == value
     assert drop_in.tree.from_flat_dict({(): 7}) == ocp.tree.from_flat_dict({(): 7}) == 7
     for library in (ocp, drop_in):

@@ -43,7 +43,7 @@ def load_tree(path: str | os.PathLike[str], target: Any = None) -> Any:
     context, found = ACTIVE.get(), open_checkpoint(path)
     if target is None:
         limit = context and context.memory.read_concurrent_bytes
-        return _trees.plain(found.restore(**({} if limit is None else {"budget_bytes": limit})))
+        return _trees.untyped(found.restore(**({} if limit is None else {"budget_bytes": limit})))
     like = target
     if not all(isinstance(leaf, _KNOWN) for leaf in jax.tree.leaves(target)):
         saved = _trees.by_name(found.abstract())
@@ -106,8 +106,8 @@ def tree_metadata(path: str | os.PathLike[str]) -> Any:
 def _described(_: Any, leaf: Any, sharding: ShardingMetadata | None, storage: Any) -> Any:
     if isinstance(leaf, (str, bytes)):
         return "string"
-    if isinstance(leaf, (bool, int, float)):
-        return leaf
+    if isinstance(leaf, (bool, int, float, np.generic)):
+        return np.asarray(leaf).item()
     if isinstance(leaf, np.ndarray):
         return NumpyMetadata(leaf.shape, leaf.dtype, storage)
     return ArrayMetadata(tuple(leaf.shape), leaf.dtype, sharding, storage)
