@@ -59,7 +59,7 @@ _NAMES = {
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
     "PyTreeCheckpointHandler StandardCheckpointHandler",
     "options": "AsyncOptions CheckpointManagerOptions",
-    "transform_utils": "Transform apply_transformations",
+    "transform_utils": "Transform apply_transformations merge_trees",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {

@@ -44,15 +44,13 @@ def construct_restore_args(
 
 
 def _restore_args(leaf: Any, sharding: Any, has_shape: bool, strict: bool) -> Any:
-    if leaf is PLACEHOLDER:
-        return args.RestoreArgs(restore_type=type(PLACEHOLDER))
-    if isinstance(leaf, (str, metadata.StringMetadata)):
+    if leaf is PLACEHOLDER or isinstance(leaf, (str, bool, int, float)):
+        return args.RestoreArgs(restore_type=type(leaf))
+    if isinstance(leaf, metadata.StringMetadata):
         return args.RestoreArgs(restore_type=str)
     if isinstance(leaf, metadata.ScalarMetadata):
         kind = type(np.zeros((), leaf.dtype).item())
         return args.RestoreArgs(restore_type=kind, dtype=leaf.dtype)
-    if isinstance(leaf, (bool, int, float)):
-        return args.RestoreArgs(restore_type=type(leaf))
     if not hasattr(leaf, "dtype"):
         raise ValueError(f"Unsupported type: {type(leaf)}")
     if isinstance(leaf, np.ndarray) or (sharding is None and not isinstance(leaf, jax.Array)):

@@ -169,13 +169,12 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
     """Describes a tree; FileNotFoundError if there is none."""
     found = open_checkpoint(directory)
 
-    def describe(path: _trees.Names, leaf: Any, *stored: Any) -> Any:
+    def describe(path: _trees.Names, leaf: Any, sharding: Any, storage: Any) -> Any:
         where = ".".join(path), directory
         if isinstance(leaf, (str, bytes)):
             return StringMetadata(*where)
         if isinstance(leaf, (bool, int, float, np.generic)):
             return ScalarMetadata(*where, dtype=np.asarray(leaf).dtype)
-        sharding, storage = stored
         return ArrayMetadata(*where, tuple(leaf.shape), sharding, leaf.dtype, storage)
 
     return TreeMetadata(map_leaves(found, describe), custom_of(found))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxckpt import open as open_checkpoint
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.tree import to_flat_dict
+from jaxckpt.orbax.tree import from_flat_dict, to_flat_dict
 
 
 @dataclass
@@ -50,6 +50,18 @@ def apply_transformations(
         return result if rule.value_fn is None else rule.value_fn(result)
 
     return _trees.map_named(value, new_tree)
+
+
+def merge_trees(*trees: Any, target: Any = None) -> Any:
+    """Returns the leaves of all trees, of the last that has each: dicts, or like the target."""
+    return from_flat_dict({k: x for tree in trees for k, x in to_flat_dict(tree).items()}, target)
+
+
+def intersect_trees(*trees: Any, target: Any = None) -> Any:
+    """Returns the leaves of the last tree whose paths all trees have, likewise."""
+    *others, last = map(to_flat_dict, trees)
+    common = {k: leaf for k, leaf in last.items() if all(k in other for other in others)}
+    return from_flat_dict(common, target)
 
 
 def _rule(key: str, rules: Mapping[str, Any]) -> tuple[Any, str] | None:

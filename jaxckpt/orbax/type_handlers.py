@@ -21,14 +21,8 @@ class ParamInfo:
     """The facts about a leaf that Orbax gives to its handlers, which jaxckpt does not call.
 
     Attributes:
-        name: Of the leaf.
-        keypath: Its path.
-        parent_dir: Of the tree.
-        skip_deserialize: Whether not to restore it.
-        is_ocdbt_checkpoint: Whether it is in a database.
-        use_zarr3: Whether it is in version 3 of zarr.
-        value_typestr: The name of its handler.
-        write_shape: Of its chunks.
+        name, keypath, parent_dir, value_typestr: Of the leaf, in which tree, and of its handler.
+        skip_deserialize, is_ocdbt_checkpoint, use_zarr3, write_shape: How it is stored.
     """
 
     name: str | None = None

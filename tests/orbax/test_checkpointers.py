@@ -268,6 +268,20 @@ def test_transforms(tmp_path):
     twice(program, tmp_path)
 
 
+def test_trees_merged_and_intersected(tmp_path):
+    """The leaves of the last tree count, by their paths; what is empty has none."""
+
+    def program(ocp, path):
+        w, more = {"a": [1, 2], "b": {"c": np.ones(2)}, "d": {}}, {"a": (4, 5, 6), "b": {"e": 7}}
+        out = []
+        for call in (ocp.transform_utils.merge_trees, ocp.transform_utils.intersect_trees):
+            out += [call(w, more), call(more, w), call(w, w, w), call(w), call(more, {"x": 1})]
+            out += [call(w, more, target={"a": [0, 0]}), raised(call, w, more, target={"y": 0})]
+        return out
+
+    twice(program, tmp_path)
+
+
 def test_transforms_of_names_that_contain_a_slash(tmp_path):
     """Leaves of Haiku are restored, under their own names and under others."""
 

@@ -63,13 +63,11 @@ def _wanted(leaf: Any, saved: Any) -> Any:
     kind = leaf if isinstance(leaf, type) else type(leaf)
     if issubclass(kind, (bool, int, float, str, bytes, np.generic)):
         return kind()
-    shape, dtype = (getattr(leaf, n, None) for n in ("shape", "dtype"))
-    if isinstance(leaf, type):
-        shape = dtype = None
+    shape, dtype = (None if leaf is kind else getattr(leaf, n, None) for n in ("shape", "dtype"))
     shape = np.shape(saved) if shape is None else shape
     dtype = getattr(saved, "dtype", None) if dtype is None else dtype
     if hasattr(kind, "sharding"):
-        sharding = None if isinstance(leaf, type) else _trees.sharding_of(leaf)
+        sharding = None if leaf is kind else _trees.sharding_of(leaf)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return np.broadcast_to(np.zeros((), dtype), shape)
 
