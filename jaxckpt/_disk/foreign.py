@@ -31,7 +31,7 @@ from jaxckpt.storage import corrupt
 
 _MAX_BYTES: Final = 64 << 30
 _KEY: Final = "threefry2x32"
-# Writers of these files write `_METADATA` too.
+# Writers of these files write `_METADATA` too, or a msgpack file (Orbax 0.4.0 to 0.4.2).
 _SINCE_TREE_METADATA: Final = frozenset(
     {names.OCDBT_MANIFEST, names.SHARDING, names.STRINGS, names.ARRAY_METADATAS}
 )

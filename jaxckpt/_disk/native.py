@@ -75,13 +75,12 @@ def make_item(
 ) -> Item:
     """Makes an item whose shardings and checksums are read on first use."""
     path = found.items[name]
-    only = None if before is None else saved.leaves[0].name
     return Item(
         found=found,
         name=name,
         path=path,
         tree=saved,
-        read_shardings=cache(partial(_read_shardings, found, path, only)),
+        read_shardings=cache(partial(_read_shardings, found, path, saved, before)),
         read_sums=cache(partial(_read_sums, found, path, saved, before)),
         database=database,
         ours=ours,
@@ -160,11 +159,14 @@ def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, databas
         raise missing_database(path)
 
 
-def _read_shardings(found: Found, path: str, only: str | None) -> dict[str, SavedSharding]:
+def _read_shardings(
+    found: Found, path: str, saved: Tree, before: int | None
+) -> dict[str, SavedSharding]:
     if names.SHARDING not in found.entries(path):
         return {}
-    data = found.read(path, names.SHARDING)
-    return sharding.decode(data, file=f"{path}/{names.SHARDING}", only=only)
+    file, plain = f"{path}/{names.SHARDING}", [leaf.name for leaf in saved.leaves]
+    only = None if before is None else plain[0]
+    return sharding.decode(found.read(path, names.SHARDING), file=file, only=only, plain=plain)
 
 
 def _read_sums(found: Found, path: str, saved: Tree, before: int | None) -> dict[str, Sums] | None:

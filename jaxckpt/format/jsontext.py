@@ -94,6 +94,13 @@ def given(fields: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def find(value: Any, pointer: str) -> Any:
+    """Returns what Orbax wrote under a name: by one key, or by JSON pointer; None if nothing."""
+    for part in [pointer] if pointer in value else pointer.split("/"):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:
     """Returns the JSON list of a shape as a tuple of non-negative ints."""
     dims: list[Any] = value if isinstance(value, list) else [None]

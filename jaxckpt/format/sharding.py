@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
@@ -64,8 +64,14 @@ def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
     return jsontext.dumps(top)
 
 
-def decode(data: bytes, *, file: str, only: str | None = None) -> dict[str, SavedSharding]:
-    """Decodes `_sharding`, or perhaps `only` one leaf's entry; skips those of unknown kinds."""
+def decode(
+    data: bytes, *, file: str, only: str | None = None, plain: Iterable[str] = ()
+) -> dict[str, SavedSharding]:
+    """Decodes `_sharding`, or perhaps `only` one leaf's entry; skips those of unknown kinds.
+
+    Args:
+        plain: Names of leaves, in case the keys are these, as Orbax 0.4.0 and 0.4.1 wrote them.
+    """
     if only is not None:
         key = b'"%s":' % base64.urlsafe_b64encode(only.encode())
         found = re.compile(re.escape(key) + rb'"(?:[^"\\]|\\.)*+"').search(data)
@@ -75,12 +81,14 @@ def decode(data: bytes, *, file: str, only: str | None = None) -> dict[str, Save
     listed = expect(top.pop(_MESHES, {}), dict, f"{_MESHES!r}", file=file)
     meshes = {number: _devices({"mesh": mesh}) for number, mesh in listed.items()}
     parse = cache(partial(_from_json, meshes=meshes, file=file))  # as the entries are alike
+    try:
+        texts = {base64.urlsafe_b64decode(key).decode(): text for key, text in top.items()}
+    except ValueError as error:
+        texts = {name: text for name in plain if (text := jsontext.find(top, name)) is not None}
+        if not texts:
+            raise damaged(file, "the keys are not names of leaves in base64") from error
     shardings = {}
-    for key, text in top.items():
-        try:
-            name = base64.urlsafe_b64decode(key).decode()
-        except ValueError as error:
-            raise damaged(file, f"key {key!r} is not base64") from error
+    for name, text in texts.items():
         if isinstance(text, str) and text and (sharding := parse(text)) is not None:
             shardings[name] = sharding
     return shardings
@@ -139,14 +147,9 @@ def _from_json(text: str, meshes: Mapping[str, tuple[int, ...]], file: str) -> S
 
 
 def _devices(device_mesh: object) -> tuple[int, ...]:
-    ids = _ids(device_mesh)
-    return tuple(ids) if len(set(ids)) == len(ids) else ()
-
-
-def _ids(device_mesh: object) -> list[int]:
-    """Flattens the nested lists of n or `{"id": n}`; returns [] if there is anything else."""
+    """Flattens the nested lists of n or `{"id": n}`; () if there is anything else, or one twice."""
     stack: list[object] = [device_mesh.get("mesh")] if isinstance(device_mesh, dict) else []
-    ids = []
+    ids: list[int] = []
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
@@ -156,5 +159,5 @@ def _ids(device_mesh: object) -> list[int]:
         elif isinstance(item, int):
             ids.append(item)
         else:
-            return []
-    return ids
+            return ()
+    return tuple(ids) if len(set(ids)) == len(ids) else ()

@@ -319,12 +319,10 @@ def decode_strings(data: bytes, *, file: str) -> Mapping[str, Any]:
 
 def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
     """Returns the text of the leaf `name`, found by JSON pointer or as one key."""
-    node: Any = strings
-    for part in [name] if name in strings else name.split("/"):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    if not isinstance(node, str):
+    text = jsontext.find(strings, name)
+    if not isinstance(text, str):
         raise damaged(file, f"the text of leaf {name} is missing", leaf=name)
-    return node
+    return text
 
 
 def encode_array_metadatas(arrays: Mapping[str, tuple[tuple[int, ...], str | None]]) -> bytes:

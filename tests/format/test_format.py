@@ -352,6 +352,21 @@ def test_a_leaf_that_is_not_found_alone_takes_the_whole_tree(name):
     assert found is None
 
 
+def test_shardings_of_orbax_0_4_0_have_plain_names():
+    """A name is a key as it is, or a JSON pointer; base64 counts where it can."""
+    one = SavedSharding(device="cpu:0")
+    text = json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"})
+    leaves = ["params.w", "mlp/linear.w", "dw=="]  # the last is base64 of "w"
+    plain = json.dumps({"params.w": text, "mlp": {"linear.w": text}, "other": text}).encode()
+    encoded = sharding.encode({"w": one, "dw==": one})
+
+    assert sharding.decode(plain, file="f", plain=leaves) == {"params.w": one, "mlp/linear.w": one}
+    assert sharding.decode(encoded, file="f", plain=leaves) == {"w": one, "dw==": one}
+    for names_of_leaves in ((), ["another"]):
+        with pytest.raises(CorruptCheckpoint, match="f: the keys are not names of leaves"):
+            sharding.decode(plain, file="f", plain=names_of_leaves)
+
+
 @LAWS
 @given(st.dictionaries(texts, saved_shardings(), min_size=1, max_size=4), st.data())
 def test_one_sharding_is_decoded_as_with_all(shardings, data):

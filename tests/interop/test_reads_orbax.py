@@ -124,6 +124,14 @@ def test_samples_restore_in_two_processes(golden: Golden, run_processes):
     assert [process.result for process in done] == [{}, {}]
 
 
+def test_the_shardings_of_orbax_0_4_1_restore(golden: Golden):
+    """That release wrote plain names into `_sharding`."""
+    tree = jaxckpt.restore(golden("orbax-0.4.1-standard").path)
+
+    assert tree["params"]["dense"]["kernel"].sharding.spec == P("data", "model")
+    assert tree["params"]["emb"].sharding.spec == P("data")
+
+
 # --- other items -----------------------------------------------------------------------------
 
 
