@@ -364,13 +364,21 @@ def _zarr_version(found: Found, path: str, leaf: Leaf, database: bool) -> int:
 
 
 def _very_old_strings(found: Found, path: str, leaf_names: Sequence[str]) -> dict[str, str]:
-    """Returns the texts of Orbax 0.3, which keeps all of them in the directory of one leaf."""
+    """Returns the texts of Orbax 0.3 to 0.4.2, which keeps all of them in one file.
+
+    It is in the directory of one leaf (0.3), or beside it.
+    """
+    inside = [f"{path}/{name}" for name in leaf_names]
     texts: dict[str, str] = {}
-    for name in leaf_names:
-        entry = found.entries(f"{path}/{name}").get(names.STRINGS)
+    for folder in dict.fromkeys((path, *inside, *map(posixpath.dirname, inside))):
+        entry = found.entries(folder).get(names.STRINGS)
         if entry is not None and entry.kind == "file":
-            file = f"{path}/{name}/{names.STRINGS}"
+            file = f"{folder}/{names.STRINGS}"
             data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            there = step.decode_strings(data, file=file)
-            texts |= {k: step.find_string(there, k, file=file) for k in leaf_names if k in there}
+            strings = step.decode_strings(data, file=file)
+            texts |= {
+                name: text
+                for name in leaf_names
+                if isinstance(text := jsontext.find(strings, name), str)
+            }
     return texts

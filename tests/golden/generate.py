@@ -5,7 +5,7 @@
 Run it in an environment of each release, then pack the samples with `pack.py`. A sample that the
 release has no API for, or fails to save, is left out, and the reason is printed. Neither the
 library nor the tests use this file; it documents how `extra.tar.xz` and `old.tar.xz` were made: the
-latter with Orbax 0.4.1 on JAX 0.4.18, by `--only`.
+latter with Orbax 0.4.0 to 0.4.2 on JAX 0.4.18, by `--only`.
 """
 
 from __future__ import annotations

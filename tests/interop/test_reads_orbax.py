@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import ml_dtypes
+import msgpack
 import numpy as np
 import optax
 import pytest
@@ -130,6 +131,26 @@ def test_the_shardings_of_orbax_0_4_1_restore(golden: Golden):
 
     assert tree["params"]["dense"]["kernel"].sharding.spec == P("data", "model")
     assert tree["params"]["emb"].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize("folder", ["", "mlp"])
+def test_texts_of_orbax_0_4_0_are_in_one_file(tmp_path, golden: Golden, folder: str):
+    """It is in the item, or beside the first text if the names of leaves have slashes."""
+    sample = golden("orbax-0.4.0-strings-noocdbt")
+    path = copy_of(sample, tmp_path)
+    (path / folder).mkdir(exist_ok=True)
+    if folder:
+        tree = {"mlp/a": "PLACEHOLDER://mlp/a", "w": "PLACEHOLDER://w"}
+        (path / "checkpoint").write_bytes(msgpack.packb(tree))
+        (path / "_strings.json").unlink()
+        (path / folder / "_strings.json").write_text('{"mlp": {"a": "text"}}')
+
+    tree = jaxckpt.restore(path, as_numpy=True)
+
+    assert tree["mlp/a" if folder else "empty"] == ("text" if folder else "")
+    (path / folder / "_strings.json").unlink()
+    with pytest.raises(CorruptCheckpoint, match="the tree lists it, but its array is missing"):
+        jaxckpt.restore(path)
 
 
 # --- other items -----------------------------------------------------------------------------
