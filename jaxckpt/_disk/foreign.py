@@ -276,15 +276,24 @@ def _msgpack_tree(found: Found, path: str) -> Any:  # any tree
 
 
 def _with_values(found: Found, path: str, saved: Tree) -> Tree:
-    """Puts the values of the msgpack file into their leaves."""
-    inline = _leaves_of(_msgpack_tree(found, path), (), ())
-    values = {leaf.path: leaf.value for leaf in inline if leaf.value is not None}
+    """Puts the values of the msgpack file into their leaves, and the names of their arrays.
+
+    JAX of that time gave leaves of a defaultdict each other's names, also in `_METADATA`.
+    """
+    raw = _msgpack_tree(found, path)
+    told = {} if raw is None else {leaf.path: leaf for leaf in _leaves_of(raw, (), ())}
+    named = {leaf.name: leaf for leaf in saved.leaves}
     leaves = []
     for leaf in saved.leaves:
-        value = values.get(leaf.path)
-        if value is not None and leaf.kind != "empty":
-            leaf = _with_value(leaf, value)
-        elif leaf.kind == "absent":
+        here = told.get(leaf.path, leaf)
+        if here.has_array and here.name != leaf.name:
+            its = named.get(here.name, leaf)
+            leaf = replace(its, path=leaf.path, key_types=leaf.key_types, alias=here.name)
+        elif leaf.has_array and not here.has_array:
+            leaf = here
+        elif here.value is not None and leaf.kind != "empty":
+            leaf = _with_value(leaf, here.value)
+        if leaf.kind == "absent":
             raise bad_leaf(leaf, f"{path}/{names.LEGACY_TREE}", "its value should be here")
         leaves.append(leaf)
     return replace(saved, leaves=tuple(leaves))

@@ -5,7 +5,7 @@
 Run it in an environment of each release, then pack the samples with `pack.py`. A sample that the
 release has no API for, or fails to save, is left out, and the reason is printed. Neither the
 library nor the tests use this file; it documents how `extra.tar.xz` and `old.tar.xz` were made: the
-latter with Orbax 0.4.0 to 0.4.2 on JAX 0.4.18, by `--only`.
+latter with Orbax 0.4.0 to 0.4.2 on JAX 0.4.18 and 0.5.3 on JAX 0.4.24, by `--only`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +352,22 @@ def strings_noocdbt(out: Path) -> None:
     tree = {"a": {"b": 'hé"llo\n'}, "empty": "", "list": ["x", "y"], "w": jnp.arange(4.0)}
     save_pytree(out / "ckpt", tree, use_ocdbt=False)
     describe(out, tree, "string leaves beside an array, use_ocdbt=False")
+
+
+@sample
+def defaultdict_aggregate(out: Path) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    # JAX listed the keys as they were inserted, so the names of the arrays are mixed up.
+    mixed = defaultdict(list, {"z": jnp.ones(2), "a": jnp.arange(4.0), "k": np.arange(3)})
+    more = defaultdict(list, {"n": jnp.ones(3), "m": 3, "c": np.ones(4)})
+    tree = {"dd": mixed, "more": more, "s": np.full(2, 7), "w": jnp.arange(5.0)}
+    save_args = jax.tree_util.tree_map(lambda x: ocp.SaveArgs(aggregate=x is mixed["k"]), tree)
+    save_pytree(out / "ckpt", tree, save_args)
+    describe(out, tree, "a defaultdict with unsorted keys, of which one is aggregated")
 
 
 @sample

@@ -153,6 +153,19 @@ def test_texts_of_orbax_0_4_0_are_in_one_file(tmp_path, golden: Golden, folder: 
         jaxckpt.restore(path)
 
 
+def test_the_msgpack_file_names_the_leaf_of_each_value(tmp_path, golden: Golden):
+    """In a defaultdict of older releases `_METADATA` mixes them up, also with empty containers."""
+    path = copy_of(golden("orbax-0.5.3-defaultdict-aggregate"), tmp_path)
+    tree = msgpack.unpackb((path / "checkpoint").read_bytes())
+    tree["dd"]["k"] = {}
+    (path / "checkpoint").write_bytes(msgpack.packb(tree))
+
+    mixed = jaxckpt.restore(path, only="dd")["dd"]
+
+    assert {key: np.size(value) for key, value in mixed.items() if key != "k"} == {"z": 2, "a": 4}
+    assert mixed["k"] == {}
+
+
 # --- other items -----------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ def test_every_release_has_samples(release: str):
     assert len(golden_names(f"orbax-{release}-")) >= 7
 
 
-@pytest.mark.parametrize("release", ["0.4.0", "0.4.1", "0.4.2"])
+@pytest.mark.parametrize("release", ["0.4.0", "0.4.1", "0.4.2", "0.5.3"])
 def test_releases_with_an_oddity_have_samples(release: str):
     """What only these releases wrote is here, too."""
     assert golden_names(f"orbax-{release}-")
