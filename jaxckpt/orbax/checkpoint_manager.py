@@ -101,13 +101,14 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     def best_step(self) -> int | None:
         """Returns the step that `best_fn` ranks first; without it, the newest."""
-        if self._options.best_fn is None:
+        if (best := self._options.best_fn) is None:
             return self.latest_step()
-        sign = -1 if self._options.best_mode == "min" else 1
+        is_min = self._options.best_mode == "min"
         infos, unread = self._steps.infos(), self._index.unknown
         infos = [self._index.read_info(i.step) if i.step in unread else i for i in infos]
-        ranked = [(sign * self._options.best_fn(i.metrics), i.step) for i in infos if i.metrics]
-        return max(ranked)[1] if ranked else None
+        known = [info for info in infos if info.metrics]  # sorted as by Orbax, also text and NaN
+        ranked = sorted(known, key=lambda info: best(info.metrics), reverse=is_min)
+        return ranked[-1].step if ranked else None
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -330,8 +330,8 @@ def check_ranks(policy: Any, steps: Steps) -> None:
     for one in _each(policy):
         if type(one).__name__ == "BestN" and one.n and len(known := steps()) > one.n:
             values = sorted(one.get_metric_fn(info.metrics) for info in known if info.metrics)
-            if isinstance(next(iter(values), None), str):
-                warn_once("`best_fn` returns text, which jaxckpt does not rank: all steps stay.")
+            if not all(isinstance(x, (int, float)) or hasattr(x, "item") for x in values):
+                warn_once("`best_fn` returns text or no number: jaxckpt ranks no step; all stay.")
 
 
 def _latest(policy: Any) -> dict[str, Any]:
@@ -347,11 +347,10 @@ def _custom(policy: Any) -> Container[int]:
 
 def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
     """Returns the steps that `EveryNSteps` keeps: multiples, or else steps that are far apart."""
-    kept: list[int] = []
+    n, kept = policy.interval_steps, list[int]()
     for step in steps:
-        exact = policy.exact_interval
-        is_apart = not kept or step - kept[-1] >= policy.interval_steps
-        kept += [step] if (step % policy.interval_steps == 0 if exact else is_apart) else []
+        is_apart = not kept or step - kept[-1] >= n
+        kept += [step] if (step % n == 0 if policy.exact_interval else is_apart) else []
     return kept
 
 

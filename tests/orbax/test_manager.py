@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tracemalloc
+from fractions import Fraction
 
 import grain.python as grain
 import jax
@@ -281,10 +282,15 @@ def test_an_error_of_best_fn_is_raised_once_it_has_to_rank(tmp_path, best):
     assert out[4] == [0, 1, 2, 3]
 
 
-def test_that_text_is_not_ranked_is_said(tmp_path, caplog):
-    """Orbax orders it by its letters; here all steps stay."""
+@pytest.mark.parametrize(
+    "best",
+    [lambda m: m["loss"], lambda m: (float(m["loss"]), 1), lambda m: Fraction(m["loss"])],
+    ids=["text", "tuple", "Fraction"],
+)
+def test_that_text_is_not_ranked_is_said(tmp_path, caplog, best):
+    """Orbax orders it by its letters, and tuples too; here all steps stay."""
     ours.policies.warn_once.cache_clear()
-    options = ours.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda m: m["loss"])
+    options = ours.CheckpointManagerOptions(max_to_keep=1, best_fn=best)
     with ours.CheckpointManager(tmp_path, options=options) as manager:
         for step, loss in enumerate(["9.5", "10.5", "8.5"]):
             manager.save(step, args=ours.args.StandardSave(tree()), metrics={"loss": loss})
@@ -292,6 +298,21 @@ def test_that_text_is_not_ranked_is_said(tmp_path, caplog):
 
         assert manager.all_steps() == [0, 1, 2]
     assert sum("returns text" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("values", ["bac", [(2, 1), (1, 5), (3,)], [NAN, 1.0, 2.0], [1, 2, 2]])
+def test_the_best_step_is_the_last_in_the_order_of_the_values(tmp_path, mode, values):
+    """Whatever has an order, which a sign turned around only for numbers."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(best_fn=lambda m: values[m["n"]], best_mode=mode)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            for n in range(3):
+                manager.save(n, args=ocp.args.StandardSave(tree()), metrics={"n": n})
+            return manager.best_step()
+
+    twice(program, tmp_path)
 
 
 def test_a_step_that_lacks_the_metric_of_best_fn_stays(tmp_path):
