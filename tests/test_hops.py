@@ -191,7 +191,7 @@ FOLDERS = {
     "format": (3314, 2183),
     "integrations": (478, 264),
     "multihost": (972, 605),
-    "orbax": (6241, 3828),
+    "orbax": (6237, 3828),
     "pages": (2423, 1724),
     "storage": (4167, 2848),
     "testing": (985, 641),

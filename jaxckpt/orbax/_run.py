@@ -257,13 +257,15 @@ def save_earlier(
 
 def _without_links(index: StepIndex) -> list[int]:
     """Lists the steps; refuses a newer link, without which a program would start anew."""
-    steps, listing = index.steps(), index.listing()
-    links = [n for n, name in listing.steps.items() if listing.entries[name].kind == "other"]
-    if max(links, default=-1) > max(steps, default=-1):
-        raise UnsupportedFormat(
-            f"{index.path(max(links))} is newer than all steps of the run, and a link, which a run "
-            "does not follow. Move the step here, restore the link by a Checkpointer, or delete it."
-        )
+    steps = index.steps()
+    if index.storage.scheme == "file":  # a bucket has none, and takes a request for a list
+        listing, newest = index.listing(), max(steps, default=-1)
+        named = [name for n, name in listing.steps.items() if n > newest]
+        if links := [name for name in named if listing.entries[name].kind == "other"]:
+            raise UnsupportedFormat(
+                f"{index.root}/{links[-1]} is newer than all steps of the run, and a link, which a "
+                "run does not follow. Move the step here, or restore the link by a Checkpointer."
+            )
     return steps
 
 
@@ -277,19 +279,16 @@ class _Signals:
     asked: bool = False  # by the program, which then ends by itself
     _told: bool = False
 
-    def ends(self) -> bool:
-        """Returns whether a signal ends the process at once; in the handler."""
+    def ends(self, last: SaveHandle | None = None) -> bool:
+        """Returns whether a signal ends the process now: no save but the last is under way."""
         self._told = not self.asked
-        return self._told and not self._are_saves_besides(None)
+        saves = [one for *_, steps in [*_open.values()] for one in steps.saves]
+        return self._told and all(one is last or one.done() for one in saves)
 
     def after(self, handle: SaveHandle) -> None:
         """Ends the process after the last save, if it was told to end."""
-        if self._told and not self._are_saves_besides(handle):
+        if self._told and self.ends(handle):
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def _are_saves_besides(self, handle: SaveHandle | None) -> bool:
-        saves = [one for *_, steps in [*_open.values()] for one in steps.saves]
-        return not all(one is handle or one.done() for one in saves)
 
 
 signals: Final = _Signals()

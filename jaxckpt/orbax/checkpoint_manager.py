@@ -276,11 +276,8 @@ class CheckpointManager(Run, AbstractCheckpointManager):
     wait_until_finished, check_for_errors = Run._finish, Run._raise_errors
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns whether the job is being stopped and should end at this step.
-
-        A program that asks is not ended by SIGTERM from then on.
-        """
-        signals.asked = True
+        """Returns whether the job is being stopped and should end at this step."""
+        signals.asked = True  # the program ends by itself
         return not self._options.read_only and self._open().reached_preemption(step)
 
     def delete(self, step: int) -> None:
