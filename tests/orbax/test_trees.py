@@ -73,7 +73,7 @@ def test_without_a_target_the_types_are_those_of_orbax(tmp_path):
         "tuple": (jnp.ones(2), 3),
         "pair": Pair(1, jnp.zeros(1)),
         "opt": optax.adam(1e-2).init({"w": jnp.ones(2)}),
-        "keys": {0: "text", 1: jnp.ones(1)},
+        "keys": {2: "text", 10: jnp.ones(1)},
         "empty": [None, [], (), {}, optax.EmptyState()],
         "numbers": [np.int32(3), np.float64(2), True, 1.5, np.ones(2)],
         "narrow": jnp.ones(2, jnp.bfloat16),
@@ -85,6 +85,7 @@ def test_without_a_target_the_types_are_those_of_orbax(tmp_path):
         wanted = outcome(lambda path=path: ocp.PyTreeCheckpointer().restore(path))
         assert outcome(lambda path=path: _trees.restore_pytree(path)) == wanted
         assert outcome(lambda path=path: _trees.restore_standard(path)) == wanted
+        assert [*_trees.restore_pytree(path)["keys"]] == ["10", "2"]  # as text, as in Orbax
 
 
 @pytest.mark.parametrize(
