@@ -205,7 +205,12 @@ def restore_pytree(
         return leaf
 
     like = map_named(wanted, there if target is None else target)
-    return restore_like(found, like, resize=resize, partial=partial)
+
+    def rounded(names: Names, leaf: Any) -> Any:
+        dtype = getattr(args.get(names), "dtype", None) if isinstance(leaf, _NUMBERS) else None
+        return leaf if dtype is None else type(leaf)(cast(leaf, dtype))
+
+    return map_named(rounded, restore_like(found, like, resize=resize, partial=partial))
 
 
 def restore_like(

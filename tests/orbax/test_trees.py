@@ -295,6 +295,21 @@ def test_numbers_are_cast_to_any_dtype(tmp_path, dtype):
     assert kinds(_trees.restore_standard(tmp_path / "a", target)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((None, d) for d in ("float16", "int32", "bool")), (None, jnp.bfloat16), (float, "float16")],
+)
+def test_restore_args_round_numbers_of_python(tmp_path, kind, dtype):
+    """To the dtype, and then to the type if there is one."""
+    tree = {"f": 0.1, "i": 2**40, "b": True, "n": np.float32(0.1), "w": jnp.ones(1)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    rounded = ocp.RestoreArgs(kind, np.dtype(dtype))
+    args = dict.fromkeys(tree, rounded) | {"w": ocp.RestoreArgs()}
+    wanted = outcome(lambda: ocp.PyTreeCheckpointer().restore(tmp_path / "a", restore_args=args))
+
+    assert outcome(lambda: _trees.restore_pytree(tmp_path / "a", restore_args=args)) == wanted
+
+
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_are_cast_to_floats_that_cannot_have_them(tmp_path, dtype):

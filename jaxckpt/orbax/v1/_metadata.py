@@ -56,9 +56,7 @@ class CheckpointMetadata(Generic[_T]):
 
 
 def _time(nsecs: int | None) -> datetime.datetime | None:
-    if nsecs is None:
-        return None
-    return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)
+    return None if nsecs is None else datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)
 
 
 def _of_checkpoint(path: PathLike, found: Found, metadata: Any) -> CheckpointMetadata[Any]:
