@@ -288,7 +288,7 @@ def _cast_to(wanted: Any, value: Any) -> Any:
     dtype = _dtype_of(wanted)
     if dtype is None or dtype == _dtype_of(value):
         return value
-    if isinstance(wanted, _NUMBERS):
+    if isinstance(wanted, (*_NUMBERS, np.generic)):
         return type(wanted)(value)
     value = (np.asarray(value) if isinstance(value, _NUMBERS) else value).astype(wanted.dtype)
     is_placed = getattr(wanted, "sharding", None) is not None
@@ -352,7 +352,7 @@ def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
     Strict `ArrayRestoreArgs` without a shape or dtype take it from an array in the target.
     """
     kind, dtype = getattr(args, "restore_type", None), getattr(args, "dtype", None)
-    if kind in (int, float, bool, str, bytes, type(PLACEHOLDER)):
+    if isinstance(kind, type) and issubclass(kind, (*_NUMBERS, str, bytes, np.generic, type(...))):
         return kind()
     if isinstance(saved, (str, bytes, type(None))):
         return saved

@@ -295,6 +295,17 @@ def test_numbers_are_cast_to_any_dtype(tmp_path, dtype):
     assert kinds(_trees.restore_standard(tmp_path / "a", target)) == wanted
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.int32, np.float16])
+def test_restore_args_name_a_type_of_numpy(tmp_path, kind):
+    """For scalars, which need not be able to have the value."""
+    tree = {"f": 0.1, "b": True, "n": np.float64(0.1), "a": np.array(2.5), "j": jnp.float32(2)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    args = dict.fromkeys(tree, ocp.RestoreArgs(kind))
+    wanted = outcome(lambda: ocp.PyTreeCheckpointer().restore(tmp_path / "a", restore_args=args))
+
+    assert outcome(lambda: _trees.restore_pytree(tmp_path / "a", restore_args=args)) == wanted
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [*((None, d) for d in ("float16", "int32", "bool")), (None, jnp.bfloat16), (float, "float16")],
