@@ -269,7 +269,7 @@ def _with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
         name = dtype
     elif name not in (known := PYTHON_DTYPES.get(leaf.kind, (name,))):  # of another writer
         name = known[0]
-    if name == leaf.dtype:
+    if name == leaf.dtype and name not in AS_BYTES_DTYPES:
         return leaf
     as_stored = "uint8" if name in AS_BYTES_DTYPES else name
     return replace(leaf, dtype=name, stored=replace(leaf.array, dtype=as_stored))

@@ -243,6 +243,20 @@ def test_a_flax_file_becomes_a_checkpoint(tmp_path):
     assert same(jaxckpt.restore(tmp_path / "copy"), state)
 
 
+def test_a_flax_file_with_dtypes_that_zarr_lacks_becomes_a_checkpoint(tmp_path):
+    """They are stored as bytes, as by a save, and also another dtype can be made of them."""
+    state = {name: np.ones(3, dtype_of(name)) for name in sorted(AS_BYTES_DTYPES)}
+    (tmp_path / "checkpoint_5").write_bytes(serialization.msgpack_serialize(state))
+
+    jaxckpt.convert(tmp_path, tmp_path / "copy")
+    jaxckpt.convert(tmp_path, tmp_path / "cast", only="float8_e4m3", dtype="float32")
+
+    assert same(jaxckpt.restore(tmp_path / "copy"), state)
+    assert same(jaxckpt.restore(tmp_path / "cast"), {"float8_e4m3": np.ones(3, np.float32)})
+    with pytest.raises(UnsupportedLeaf, match="uint4: has dtype uint4"):
+        jaxckpt.convert(tmp_path, tmp_path / "plain", ocdbt=False)
+
+
 # --- a part, and another dtype -------------------------------------------------------------------
 
 
