@@ -70,7 +70,7 @@ def write_run_metadata(listed: ListedRoot, metadata: Mapping[str, Any]) -> None:
     folder = f"{listed.root}/{names.ROOT_METADATA}"
     if not run_metadata(listed):
         listed.storage.make_dir(folder)
-        data = jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
+        data = jsontext.dumps({"custom_metadata": dict(metadata)})
         listed.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
     if run_metadata(listed) != metadata:
         listed.report(f"{folder} has other run_metadata than this job, and stays as it is")

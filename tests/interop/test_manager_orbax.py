@@ -231,6 +231,8 @@ def test_the_metadata_of_a_run_is_read_by_both(tmp_path):
         assert any("other run_metadata" in problem for problem in manager.problems)
     with ocp.CheckpointManager(tmp_path / "ours") as manager:
         theirs = manager.metadata().custom_metadata
+    file = tmp_path / "ours" / names.ROOT_METADATA / names.ROOT_METADATA_FILE
+    assert json.loads(file.read_bytes()) == {"custom_metadata": {"lang": "en"}}  # Orbax 0.11.13
     with ocp.CheckpointManager(tmp_path / "orbax", metadata={"lang": "fr"}):
         pass
     with CheckpointManager(tmp_path / "orbax", mode="r") as reader:
