@@ -50,7 +50,7 @@ def read_tree(found: Found, name: str, saved: Tree) -> Item:
         raise missing_database(path)
     database = database and saved.uses_ocdbt is not False
     item = _complete(make_item(found, name, saved, database=database, ours=False))
-    return _bare(item) if found.metadata.is_array(name) else item
+    return _bare(item) if found.metadata.is_by("ArrayCheckpointHandler", name) else item
 
 
 def read_item(found: Found, name: str) -> Item:
@@ -59,7 +59,7 @@ def read_item(found: Found, name: str) -> Item:
     if (folder := key_folder(found.contents(path))) is not None:
         return _read_random_key(found, name, folder)
     item = _read_nameless(found, name)
-    return _bare(item) if found.metadata.is_array(name) or _looks_bare(item) else item
+    return _bare(item) if _looks_bare(item) else item
 
 
 def read_flax(found: Found, name: str) -> Item:
@@ -131,7 +131,9 @@ def _numpy_key(item: Item, is_tuple: bool) -> Item:
 
 
 def _looks_bare(item: Item) -> bool:
-    """Returns whether an early ArraySave, which left no other sign, wrote an item."""
+    """Returns whether ArraySave wrote an item; an early one left no sign but a name."""
+    if item.found.metadata.is_by("ArrayCheckpointHandler", item.name):
+        return True
     if len(item.tree.leaves) != 1 or item.database:
         return False
     leaf = item.tree.leaves[0]

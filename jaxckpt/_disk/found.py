@@ -332,10 +332,17 @@ def find_trees(found: Found) -> list[str]:
 def json_name(found: Found, path: str) -> str | None:
     """Returns the name of the file of a JSON item; None if the item is a tree."""
     inside = found.contents(path)
-    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
-        return None
+    is_tree = names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside)
+    return None if is_tree else _json_file(found, path, inside)
+
+
+def _json_file(found: Found, path: str, inside: Mapping[str, EntryKind]) -> str | None:
     # Grain's own handler for Orbax writes nothing but a file for each process.
     files = [*names.JSON_ITEM_FILES, *(n for n in inside if names.process_count(n) is not None)]
+    others = [name for name in inside if name not in names.TOP_FILES]
+    item = path.removeprefix(found.path).strip("/")
+    if len(others) == 1 and found.metadata.is_by("JsonCheckpointHandler", item):
+        files += others  # whose name is an argument of that handler
     # A run's root may have a directory of such a name.
     return next((name for name in files if inside.get(name) == "file"), None)
 

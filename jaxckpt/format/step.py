@@ -58,9 +58,9 @@ class StepMetadata:
     commit_ns: int | None = None
     custom_metadata: Mapping[str, Any] | None = None  # the caller's JSON
 
-    def is_array(self, item: str) -> bool:
-        """Returns whether an item is one array, not a tree."""
-        return self.handlers.get(item, "").endswith(".ArrayCheckpointHandler")
+    def is_by(self, handler: str, item: str) -> bool:
+        """Returns whether Orbax's handler of this name wrote an item, by any release's path."""
+        return self.handlers.get(item, "").endswith(f".{handler}")
 
 
 def encode(step: StepMetadata) -> bytes:

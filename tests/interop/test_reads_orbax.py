@@ -182,6 +182,42 @@ def test_json_items_restore(golden: Golden, name: str):
         assert jaxckpt.open(step, item="meta").restore() == wanted
 
 
+def test_a_json_item_may_be_a_file_of_any_name(tmp_path):
+    """The handler that wrote it is recorded, and its file is the only one."""
+    handler = ocp.JsonCheckpointHandler("cfg.json")
+    ocp.Checkpointer(handler).save(tmp_path / "flat", args=ocp.args.JsonSave({"a": 1}))
+    names_of_items = {"item_names": ("state", "cfg"), "item_handlers": {"cfg": handler}}
+    with ocp.CheckpointManager(tmp_path / "run", **names_of_items) as manager:
+        saved = {"state": ocp.args.StandardSave({"x": 1}), "cfg": ocp.args.JsonSave([2])}
+        manager.save(3, args=ocp.args.Composite(**saved))
+
+    assert jaxckpt.restore(tmp_path / "flat") == {"a": 1}
+    assert jaxckpt.verify(tmp_path / "flat").ok
+    assert jaxckpt.restore(tmp_path / "run") == {"x": 1}
+    assert jaxckpt.restore(tmp_path / "run" / "3" / "cfg") == [2]
+    with jaxckpt.CheckpointManager(tmp_path / "run", mode="r") as manager:
+        assert manager.restore_items() == {"cfg": [2], "state": {"x": 1}}
+    (tmp_path / "run" / "3" / "cfg" / "cfg.json").write_text("[")
+    with pytest.raises(CorruptCheckpoint, match=r"cfg/cfg\.json: not JSON"):
+        jaxckpt.restore(tmp_path / "run" / "3", item="cfg")
+
+
+def test_two_files_are_no_json_item(tmp_path):
+    """None of them is taken by chance, nor a link to a file elsewhere."""
+    handler = ocp.JsonCheckpointHandler("cfg.json")
+    ocp.Checkpointer(handler).save(tmp_path / "flat", args=ocp.args.JsonSave({"a": 1}))
+    (tmp_path / "flat" / "b.json").write_text("{}")
+
+    with pytest.raises(CorruptCheckpoint, match="is a checkpoint without items"):
+        jaxckpt.restore(tmp_path / "flat")
+
+    (tmp_path / "flat" / "cfg.json").rename(tmp_path / "elsewhere.json")
+    (tmp_path / "flat" / "b.json").unlink()
+    (tmp_path / "flat" / "cfg.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.restore(tmp_path / "flat")
+
+
 def test_other_kinds_of_items_restore(golden: Golden):
     """ArraySave gives the array, the random keys give keys, each by name and by directory."""
     sample = golden("orbax-0.12.8-item-kinds")
