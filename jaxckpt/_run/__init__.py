@@ -33,6 +33,7 @@ A manager:
     incremental  what a step shares with earlier steps
     comparisons  when replicas are compared, and what that found
     preemption   being told to stop
+    roots        all directories of a run opened, and their newest step
     by_hand      pinned, deleted, scrubbed: in all roots, and on the disk of each host
     candidates   which copies of steps a restore tries, and in which order
     readings     what is read of a step: its state, or its items

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from jaxckpt._run import one_step
-from jaxckpt._run.root import Root, judge_steps, newest_of, newest_of_all, newest_whole
+from jaxckpt._run.root import Root, judge_steps, newest_of
+from jaxckpt._run.roots import newest_of_all, newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers

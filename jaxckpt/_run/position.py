@@ -9,7 +9,8 @@ from typing import Any, final
 
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import saved_at
-from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
+from jaxckpt._run.root import Root, is_in_any, newest_of
+from jaxckpt._run.roots import Opened
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead

@@ -22,7 +22,8 @@ from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption, what_fits
-from jaxckpt._run.root import Root, learn_lone, look_at, open_roots
+from jaxckpt._run.root import Root, learn_lone
+from jaxckpt._run.roots import look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sender import Upload
 from jaxckpt._run.taking import Given, Taking
