@@ -108,6 +108,11 @@ class Handler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True)
 class Save(ocp.args.CheckpointArgs):
     pass
+with ocp.CheckpointManager(sys.argv[1] + "-closed") as closed:
+    closed.save(1, args=ocp.args.StandardSave({"n": 1}))
+idle = ocp.CheckpointManager(sys.argv[1] + "-idle")  # hears the signal after the other one
+idle.save(1, args=ocp.args.StandardSave({"n": 1}))
+idle.wait_until_finished()
 manager = ocp.CheckpointManager(sys.argv[1])
 when = sys.argv[2]
 manager.save(1, args=ocp.args.Composite(a=Save()))
@@ -127,8 +132,8 @@ print(manager.reached_preemption(2))
 @pytest.mark.parametrize(("when", "code"), [("idle", -15), ("saving", -15), ("asked", 0)])
 def test_a_signal_ends_a_program_that_does_not_ask(tmp_path, when, code):
     """As with Orbax, but after the save under way; one that asks ends by itself."""
-    command = [sys.executable, "-c", TOLD, tmp_path, when]
+    command = [sys.executable, "-c", TOLD, tmp_path / "run", when]
     ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
 
     assert (ended.returncode, ended.stdout) == (code, "True\n" if when == "asked" else "")
-    assert ocp.CheckpointManager(tmp_path).all_steps() == [1]
+    assert ocp.CheckpointManager(tmp_path / "run").all_steps() == [1]
