@@ -137,12 +137,12 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1741, 11, 20),
-    "manager open + save": (3981, 15, 41),
+    "manager open + save": (3972, 15, 41),
     "open + save, local": (6390, 18, 126),
-    "restore(path, like)": (2228, 14, 8),
-    "manager.restore(like)": (2744, 18, 10),
-    "open": (589, 10, 5),
-    "verify": (1874, 15, 17),
+    "restore(path, like)": (2223, 14, 8),
+    "manager.restore(like)": (2741, 18, 10),
+    "open": (585, 10, 5),
+    "verify": (1869, 15, 17),
 }
 
 
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1212, 818),
     "_progress": (223, 167),
     "_restore": (2184, 1631),
-    "_run": (10141, 7014),
+    "_run": (10162, 7034),
     "_save": (2357, 1667),
     "cli": (4605, 3315),
     "format": (3314, 2183),

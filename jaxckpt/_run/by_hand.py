@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxckpt._run import one_step
 from jaxckpt._run.root import Root, judge_steps, newest_of
-from jaxckpt._run.roots import newest_of_all, newest_whole
+from jaxckpt._run.roots import newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
@@ -50,7 +50,7 @@ class ByHand:
                 raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
 
         self._everywhere("delete", step, delete, check)
-        self.go_back()
+        self.go_back(deleted=step if item is None else None)
 
     def scrub(self) -> dict[int, VerifyReport]:
         """Verifies all steps of each root, mends what another has, and sets the rest aside."""
@@ -113,13 +113,15 @@ class ByHand:
         """Returns the newest step of the roots, as process 0 finds it."""
         return self._lead("newest", partial(newest_of, self.roots))
 
-    def go_back(self) -> None:
+    def go_back(self, *, deleted: int | None = None) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
+        if deleted is not None:
+            self.saver.position.leave(deleted)
         newest = self.newest()
         if self.roots[0].group.part is not None:
             judge = partial(newest_whole, most=self.saver.position.floor)
-            here, united = judge_steps(self.roots, judge)
-            newest = newest_of_all(self.roots, [newest, here], united)
+            whole, _ = judge_steps(self.roots, judge)
+            newest = max((n for n in (newest, whole) if n is not None), default=None)
         self.saver.went_back(newest, good=newest)
 
     def _everywhere(

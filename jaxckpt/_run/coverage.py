@@ -330,10 +330,9 @@ def is_whole(roots: Sequence[Root], step: int, processes: Processes) -> bool | E
     """
     local, directory = roots
     one = Coverage(local, directory, step, processes)
-    with contextlib.closing(one.scratch) as scratch:
+    with contextlib.closing(one.scratch):
         problem = one.introduce()
         if problem is None and _has_all(one):
-            local.lives[step] = Saved.of(step, scratch.outline.record.life)
             return True
         return one.failure(problem or f"step {step} lacks chunks") or False
 

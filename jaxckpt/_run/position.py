@@ -28,12 +28,17 @@ class Position:
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
+    # Where each process has its own root: no step up to this one is left behind, though the disks
+    # have it only together.
+    base: int | None = field(init=False)
+    _deleted: set[int] = field(default_factory=set)  # by hand
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
 
     def __post_init__(self) -> None:
         self.floor = self.agreed = self.opened.newest
+        self.base = _newer(self.opened.newest, self.opened.shown)
         self.is_owned = self.opened.owned
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
@@ -83,6 +88,7 @@ class Position:
         self.is_owned = True
         if newest is not None and newest > (-1 if self.floor is None else self.floor):
             self.floor = self.agreed = self._of_other = newest
+            self.base = _newer(newest, self.base)
 
     def check(self, step: int, saving: Sequence[int]) -> None:
         """Raises StepExists or ValueError unless a step is newer than all others."""
@@ -111,7 +117,30 @@ class Position:
             self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         lives = self.roots[0].lives  # the steps that are gone may be saved again
-        self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
+        kept = good, self.base
+        self.roots[0].lives = {step: one for step, one in lives.items() if step in kept}
+
+    def go_on_from(self, step: int | None, *, is_newest: bool = True) -> None:
+        """Records the step that was restored, and whether as the newest one; None if none was."""
+        self._come_from(step if is_newest else _newer(step, self.base))
+
+    def leave(self, step: int) -> None:
+        """Records that a step was deleted by hand."""
+        self._deleted.add(step)
+        base = self.base
+        while base is not None and base in self._deleted:
+            base -= 1
+        self._come_from(base)
+
+    def committed(self, step: int) -> None:
+        """Records a step that this job has saved."""
+        self.floor = self.base = step
+        self._deleted.discard(step)
+
+    def _come_from(self, step: int | None) -> None:
+        if step != self.base and self.roots[0].group.part is not None:
+            self._life = None
+        self.base = step
 
     def life(self, token: str) -> Callable[[], Life]:
         """Returns a function that reads the life of the steps being saved.
@@ -121,10 +150,11 @@ class Position:
         """
         if self._life is None:
             start, local = token[:12], self.roots[0]
-            if self.agreed is None and local.group.part is not None:
+            step = self.agreed if local.group.part is None else self.base
+            if step is None and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = f"{local.owner.first} {start}".strip()
-            self._life = cache(partial(self._begin, start, self.agreed))
+            self._life = cache(partial(self._begin, start, step))
         return self._life
 
     def _begin(self, start: str, step: int | None) -> Life:
@@ -151,3 +181,7 @@ class Position:
         if problem is not None:
             raise problem
         return None
+
+
+def _newer(*steps: int | None) -> int | None:
+    return max((step for step in steps if step is not None), default=None)

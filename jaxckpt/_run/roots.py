@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any
 
 from jaxckpt._run.copies import Told, over_disks, saves_in
-from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.listing import check_root
 from jaxckpt._run.local import Local
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._save.worker import Worker
-from jaxckpt.multihost import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +21,7 @@ class Opened:
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
     newest: int | None = None  # step
+    shown: int | None = None  # the newest step of which the disk of any host has a part
     local_only: int | None = None  # the newest step, if the directory does not have it
     owned: bool = True  # False if another job is running, and keeps the run until the first save
 
@@ -46,12 +45,12 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, united, owned, run = roots[-1], None, [], True, ""
+    last, newest, shown, owned, run = roots[-1], None, None, True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
         if root.group.part is not None:  # each is taken over
-            (newest, united), owned = judge_steps(roots, newest_whole), True
+            (newest, shown), owned = judge_steps(roots, newest_whole), True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
@@ -77,35 +76,19 @@ def open_roots(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
-        newest=newest_of_all(roots, [newest, there], united),
+        newest=newest if is_behind else there,
+        shown=shown,
         local_only=newest if is_behind else None,
     )
 
 
-def newest_whole(disks: Told, others: Told, most: int | None = None) -> Json:
-    """Returns the newest step that all have on their disks, and later ones in parts, newest first.
+def newest_whole(disks: Told, *_: Any, most: int | None = None) -> list[int | None]:
+    """Returns the newest step that all have on their disks, and the newest of which any has a part.
 
     Args:
-        most: The newest step that counts.
+        most: The newest step that counts as whole.
     """
-    copies = over_disks(saves_in(disks), {}, saves_in(others))
-    copies = [copy for copy in copies if most is None or copy.step <= most]
-    whole = next((copy.step for copy in copies if not copy.is_united), None)
-    return [whole, [copy.step for copy in copies if whole is None or copy.step > whole]]
-
-
-def newest_of_all(
-    roots: Sequence[Root], known: Sequence[int | None], united: Sequence[int]
-) -> int | None:
-    """Returns the newest step known, or a later one that all disks together have whole.
-
-    There is one after the disk of a host was replaced. If it cannot be read now, it counts, since
-    no earlier one may take its place.
-
-    Args:
-        united: The steps of which there are parts, newest first.
-    """
-    newest = max((n for n in known if n is not None), default=None)
-    later = (n for n in united if newest is None or n > newest)
-    job = roots[0].group.job
-    return next((n for n in later if is_whole(roots, n, job) is not False), newest)
+    copies = over_disks(saves_in(disks), {})
+    whole = (copy.step for copy in copies if not copy.is_united)
+    counted = next((n for n in whole if most is None or n <= most), None)
+    return [counted, max((copy.step for copy in copies), default=None)]

@@ -193,7 +193,7 @@ class Saver:
 
     def is_behind(self, step: int) -> bool:
         """Returns whether a step was unknown, as when the directory was away; all answer alike."""
-        return all(n is None or n < step for n in (self.position.agreed, self.due.last_step))
+        return all(n is None or n < step for n in (self.position.agreed, self.position.floor))
 
     # --- in the caller's thread ------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class Saver:
         assert timing is not None  # it is committed
         assert step is not None
         self.timings.append(timing)
-        self.position.floor = step
+        self.position.committed(step)
         self.ledger.add(saves=1, saving_s=timing.seconds)
         self.ledger.note(saved=step)
         self.due.record(save_s=timing.seconds, mtbf_s=learned_mtbf_s(self.ledger.starts))

@@ -79,8 +79,8 @@ class Taking:
     def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
         """Reports the first step that lacks the metric of the policy."""
         has_it = not isinstance(metrics.get(wanted), Mapping | list | tuple | str | None)
-        if has_it or self._lacked_metric:
-            return
+        if has_it or self._lacked_metric or self.processes.index:
+            return  # the numbers of process 0 count
         self._lacked_metric = True
         self.roots[0].index.report(
             f"step {step} has no number for the metric {wanted!r} that KeepPolicy ranks by; it has "

@@ -71,7 +71,7 @@ class FileItem:
 
     def write(self, storage: Storage, work: Work, group: Group) -> None:
         """Writes nothing yet, since process 0 tells what to write."""
-        if group.part is not None:
+        if group.part is not None and group.job.index == 0:
             self.heard = self.told()
 
     def part(self) -> bytes | None:

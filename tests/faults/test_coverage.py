@@ -98,6 +98,17 @@ def test_a_job_on_other_hosts_goes_on_whatever_it_restores(
     assert said[0][0] == [*left, 5]
 
 
+def test_a_step_deleted_by_hand_does_not_come_back(zygote, ram_path):
+    """More processes have saved it; half its parts are in shares that no process has now."""
+    go_on = {"function": children.go_on}
+    run(zygote, ram_path, [0, 0, 1, 1], [], [], [1, 2, 3, 4, 5], 2, count=4, **go_on)
+
+    run(zygote, ram_path, [0, 1], [2], [5, 4, 3], [3, 4], 2, count=2, **go_on)
+
+    said = run(zygote, ram_path, [0, 1], [4], [], [], 2, count=2, **go_on)
+    assert [everywhere for _, everywhere in said] == [[1, 2, 3, 4]] * 2
+
+
 @pytest.mark.parametrize(
     ("verb", "part", "code"),
     [
