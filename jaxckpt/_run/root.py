@@ -19,7 +19,7 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import earlier_lives, newest_saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.ledger import Ledger, read_ledger
+from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.opening import Opening
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.peers import Peers
@@ -62,6 +62,7 @@ class Root:
     # The steps that process 0 lacks, though the other disks together may have them whole; None if
     # a disk could not be listed after the last commit.
     lone: set[int] | None = None
+    shown: int | None = None  # in process 0, the newest step when all disks were listed last
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -351,10 +352,10 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
             places; see `Peers`. They have metrics if the policy of the last root ranks by one.
 
     Raises:
-        OSError: a disk cannot be read, and no other place has the step that was saved last.
+        OSError: a disk cannot be read, and no other place has the newest step that was there.
     """
     root, run = roots[0], roots[-1]
-    name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge, run)
+    name, judge_all = f"manager {run.index.root}/local steps", partial(_judged, judge, roots)
     held = _here(root, is_ranked=run.keep.metric is not None)
     heard = root.group.job.gather(name, held, judge_all)
     for i, text in heard["told"]:
@@ -383,22 +384,21 @@ def _here(root: Root, *, is_ranked: bool, tries_left: int = 1) -> Json:
     return [steps, others, problem]
 
 
-def _judged(judge: Callable[[Told, Told], Json], run: Root, given: list[Any]) -> Json:
+def _judged(judge: Callable[[Told, Told], Json], roots: Sequence[Root], given: list[Any]) -> Json:
     disks = [[*map(Held.told, steps)] for steps, *_ in given]
     others = [[*map(Held.told, steps)] for _, some, _ in given for steps in some]
     bad = {i: text for i, (*_, text) in enumerate(given) if text}
     steps = {one.step for some in (*disks, *others) for one in some}
-    blind = _lacking(run, steps) if bad else ""  # those may have the newest step
+    if not bad:
+        roots[0].shown = max(steps, default=-1)
+    blind = _lacking(roots, steps) if bad else ""  # those may have the newest step
     return {"verdict": judge(disks, others), "blind": blind, **first_of(bad)}
 
 
-def _lacking(run: Root, steps: Collection[int]) -> str:
-    """Returns what is not among the steps on disks: all, or the last one, by the ledger."""
+def _lacking(roots: Sequence[Root], steps: Collection[int]) -> str:
+    """Returns what no place has: any step, or the newest that all disks had when last listed."""
+    newest = roots[0].shown or 0
     if not steps:
         return "a step"
-    starts = run.ledger.starts
-    with contextlib.suppress(OSError):  # the directory is away
-        starts = [*(run.reach.ask(partial(read_ledger, run.index)) or ()), *starts]
-    last = next((one.saved for one in reversed(starts) if one.saved is not None), 0)
-    shows_it = last <= max({*steps, *(run.known_steps() or ())})
-    return "" if shows_it else f"step {last}, which was saved last"
+    shows_it = newest <= max({*steps, *(roots[-1].known_steps() or ())})
+    return "" if shows_it else f"step {newest}, the newest"

@@ -872,7 +872,7 @@ def test_a_disk_that_cannot_be_read_may_have_later_steps_than_an_old_one(tmp_pat
         with manager_of(tmp_path, *disk, every=10, ranks=RANKS, **LOCAL) as manager:
             processes.within(30).gather("opened", None)
             bad.append(True)
-            with pytest.raises(OSError, match="no other has step 4, which was saved last"):
+            with pytest.raises(OSError, match="no other has step 4, the newest"):
                 getattr(manager, ask)()
 
     simulate(2, run)
