@@ -28,8 +28,7 @@ class Position:
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
-    # Where each process has its own root: no step up to this one is left behind, though the disks
-    # have it only together.
+    # The newest step that led here, where each process has its own root: no disk leaves it behind.
     base: int | None = field(init=False)
     _deleted: set[int] = field(default_factory=set)  # by hand
     _of_other: int = -1  # the newest step of the job that was running
@@ -129,7 +128,7 @@ class Position:
         self._deleted.add(step)
         base = self.base
         while base is not None and base in self._deleted:
-            base -= 1
+            base = base - 1 if base else None
         self._come_from(base)
 
     def committed(self, step: int) -> None:
