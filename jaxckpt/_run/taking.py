@@ -79,8 +79,10 @@ class Taking:
     def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
         """Reports the first step that lacks the metric of the policy."""
         has_it = not isinstance(metrics.get(wanted), Mapping | list | tuple | str | None)
-        if has_it or self._lacked_metric or self.processes.index:
-            return  # the numbers of process 0 count
+        # On disks of their own, the numbers of process 0 count.
+        tells = self.roots[0].group.part is None or self.processes.index == 0
+        if has_it or self._lacked_metric or not tells:
+            return
         self._lacked_metric = True
         self.roots[0].index.report(
             f"step {step} has no number for the metric {wanted!r} that KeepPolicy ranks by; it has "
