@@ -56,7 +56,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, Self
 
-from tests.waiting import waited_until
+from tests.waiting import stop_process, waited_until
 
 TESTS = Path(__file__).resolve().parent
 _START_TRIES = 3
@@ -153,7 +153,8 @@ class Job:
 
     def stop(self, index: int) -> None:
         """Makes one process hang (SIGSTOP); `wait` kills it when all the others have ended."""
-        self._signal(index, signal.SIGSTOP)
+        self._note_casualty()
+        stop_process(self.processes[index].pid)
         self._stopped.add(index)
 
     def resume(self, index: int) -> None:

@@ -31,19 +31,10 @@ from typing import Any
 from tests import multiprocess
 from tests.faults.zygote import say
 from tests.multiprocess import Member
-from tests.waiting import wait_until, waited_until
+from tests.waiting import stop_process, wait_until, waited_until
 
 _START_TRIES = 3
 HANGS = "hangs"
-
-
-def _stands_still(pid):
-    """Returns whether all threads of a process are stopped, or have ended."""
-    states = set()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            states.add(stat.read_text().rpartition(")")[2].split()[0])
-    return states <= {*"TtZX"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +160,7 @@ class Job:
         os.kill(self.pids[index], signal.SIGKILL)
 
     def stop(self, index):
-        os.kill(self.pids[index], signal.SIGSTOP)
-        wait_until(lambda: _stands_still(self.pids[index]))  # until then, other threads go on
+        stop_process(self.pids[index])
         self._stopped.add(index)
 
     def resume(self, index):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from tests.faults import coverage_children
 from tests.faults import dead_children as children
 from tests.faults.jobs import HANGS, started
 from tests.faults.zygote import Zygote
+from tests.waiting import stop_process
 
 pytestmark = pytest.mark.faults_root
 
@@ -240,7 +240,7 @@ def test_a_lost_half_is_on_a_peer(trial, side_by_side, zygote, ram_path):
                     assert {end.result["start"] for end in ends} == {wanted}
                     assert {end.result["read"] == 0 for end in ends} == {wanted == 3}
                     assert time.monotonic() - started_s < 60
-                server.send_signal(signal.SIGSTOP)
+                stop_process(server.pid)
 
 
 def partition(zygote, root, victim, seconds):

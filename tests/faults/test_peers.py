@@ -8,7 +8,6 @@ import http.client
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -22,7 +21,7 @@ from tests.faults.coverage_children import resume
 from tests.faults.test_coverage import FOUR, STEPS, run
 from tests.run.test_peers import NOWHERE, restored, train
 from tests.static_server import served, serving
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 LIMIT_S = 60
 
@@ -99,7 +98,7 @@ def test_a_stopped_server_is_left_out(trial, ram_path, other):
         serving(ram_path / "host0") as (url, process),
         served(ram_path / "host0") as good,
     ):
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         started_s = time.monotonic()
         start, _, problems = restored(ram_path, [url, good] if other == "a peer" else [url])
         assert time.monotonic() - started_s < LIMIT_S

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import power_children as children
+from tests.waiting import stop_process
 
 pytestmark = pytest.mark.faults_root
 
@@ -52,7 +53,7 @@ class Disk:
         """Cuts the power under a child, and gives it back; returns what the child said."""
         copy = self._image.with_name("copy")
         if self._system == "btrfs":
-            os.kill(child, signal.SIGSTOP)
+            stop_process(child)
             run("cp", "--sparse=always", self._image, copy)
         else:
             going_down(self.mount)

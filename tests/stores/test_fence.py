@@ -21,7 +21,7 @@ from tests.stores.children import is_state, state
 from tests.stores.killing import wait_for, wait_for_lease
 from tests.stores.proxy import Hold
 from tests.stores.test_leftovers import files_of, steps_with_files
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 CASES = [
     pytest.param(True, 3, id="some answers"),
@@ -142,7 +142,7 @@ def test_a_writer_that_stood_still_spoils_no_later_save(place, zygote, trial, ev
             zygote.answers()
             break
         with trial("45", f"stopped after request {number}, beside {is_left}"):
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             until.set()  # it finds the answer when it goes on
             wait_for_lease(path)
             jaxckpt.save(path, state(3), overwrite="delete_first")
@@ -164,7 +164,7 @@ def test_a_commit_that_the_next_job_has_found_is_not_taken_back(place, zygote, t
     pid = zygote.start(children.try_to_save_steps, run, server.env, [1, 2, 3])
     wait_for(fault, pid)
     with trial("45", "stopped after the marker"):
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         until.set()
         wait_for_lease(f"{run}/2")
         with jaxckpt.CheckpointManager(run) as manager:
@@ -182,7 +182,7 @@ def test_a_commit_that_the_next_job_has_found_is_not_taken_back(place, zygote, t
 def standing_still(zygote, pid, until):  # noqa: F811
     """Stops a process whose request is held, and lets both go on to the end; what it says then."""
     said = []
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         yield said
     finally:

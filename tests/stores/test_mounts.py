@@ -22,7 +22,7 @@ from jaxckpt.errors import SaveFailed, StepExists, StoreError, UnsupportedFormat
 from jaxckpt.storage import _settings, _storage_on, locate
 from tests.storage_contract import StorageContract
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
-from tests.waiting import wait_until, waited_until
+from tests.waiting import stop_process, wait_until, waited_until
 
 _numbers = itertools.count()
 _START_TIMEOUT_S = 20.0
@@ -68,7 +68,7 @@ def stop(mounted, monkeypatch):
 
     def stop():
         monkeypatch.setitem(_settings._given, "file://", jaxckpt.StoreSettings(timeout_s=0.5))
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
 
     yield stop
     process.send_signal(signal.SIGCONT)
