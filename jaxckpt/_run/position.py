@@ -165,21 +165,24 @@ class Position:
         return Life(run=self.opened.run, starts=starts).begun(start, step)
 
     def _saved(self, step: int) -> Saved | None:
-        """Reads how the run got to a step, if that is recorded.
+        """Reads how the run got to a step, or else to the last one before it that is recorded.
 
         Raises:
             OSError: it cannot be read now; without it, later steps would look like an earlier life.
         """
-        problem = None
+        problem, before = None, list[Saved]()
         for index in [root.index for root in self.roots if step not in root.index.astray]:
             try:
                 if (saved := saved_at(index, step)).run == self.opened.run:
                     return saved
+                # It was deleted by hand, or only other disks have it.
+                before += [saved_at(index, n) for n in [n for n in index.steps() if n < step][-1:]]
             except (CheckpointError, OSError) as error:
                 problem = error if is_io_failure(error) else problem
         if problem is not None:
             raise problem
-        return None
+        ours = (one for one in before if one.run == self.opened.run)
+        return max(ours, key=lambda one: one.step, default=None)
 
 
 def _newer(*steps: int | None) -> int | None:

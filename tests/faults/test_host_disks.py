@@ -937,6 +937,25 @@ def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
     assert [{10, 11} - {*one} for one in found] == [set(), set()]
 
 
+def test_what_is_saved_after_a_deletion_by_hand_is_of_the_run(tmp_path):
+    """No step has the number before the deleted one, and the directory has an earlier step."""
+
+    def run(processes, deleted, saved):
+        with manager_of(tmp_path, processes.index, LocalStorage(), every=20, **LOCAL) as manager:
+            steps = manager.all_steps()
+            for step in deleted:
+                manager.delete(step)
+            for step in saved:
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+            return steps, manager.problems
+
+    simulate(2, partial(run, deleted=[], saved=[10, 20, 35]))
+    simulate(2, partial(run, deleted=[35], saved=[45]))
+
+    assert simulate(2, partial(run, deleted=[], saved=[])) == [([10, 20, 45], [])] * 2
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_processes_in_another_order_do_not_take_a_step_for_uploaded(tmp_path, is_begun):
     """Process 0 lacks the part with which the upload begins, and no other may write there."""
