@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxckpt._run import one_step
-from jaxckpt._run.root import Root, judge_steps, newest_of
+from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.roots import newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
@@ -119,8 +119,7 @@ class ByHand:
             self.saver.position.leave(deleted)
         newest = self.newest()
         if self.roots[0].group.part is not None:
-            judge = partial(newest_whole, most=self.saver.position.floor)
-            whole, _ = judge_steps(self.roots, judge)
+            whole, _ = newest_whole(self.roots, most=self.saver.position.floor)
             newest = max((n for n in (newest, whole) if n is not None), default=None)
         self.saver.went_back(newest, good=newest)
 

@@ -17,6 +17,7 @@ from jaxckpt._disk.find import LISTINGS
 from jaxckpt._run.copies import (
     Copy,
     Told,
+    are_all,
     newest_first,
     of_one_save,
     over_disks,
@@ -27,7 +28,7 @@ from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
-from jaxckpt._run.shares import origin_in
+from jaxckpt._run.shares import origin_in, part_in
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, is_io_failure
 from jaxckpt.multihost import Json, Processes, first_of, meeting, raise_if_any
 from jaxckpt.types import StepInfo
@@ -137,9 +138,9 @@ class Candidates:
         root, run = self.roots[copy.root], self._name
         if copy.is_united:
             return is_whole(self.roots, copy.step, self.processes)
-        with root.group.leading(f"manager {run}/whole/{copy.step}", all, where=run) as led:
+        with root.group.leading(f"manager {run}/whole/{copy.step}", are_all, where=run) as led:
             if root.group.leads:
-                led.value = root.index.is_whole(copy.step)
+                led.value = part_in(root.index, copy.step)
         return led.value
 
     def _best_first(self, seen: _Seen, *, needed: bool) -> list[Copy]:

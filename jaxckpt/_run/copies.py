@@ -132,11 +132,18 @@ class Held(NamedTuple):
     life: Saved = Saved(-1)
     metrics: Mapping[str, Any] | None = None  # None if they are unknown, or nobody ranks by them
     problem: str | None = None  # why it, or its metrics, cannot be read now
+    part: Sequence[int] = (0, 1)  # whose shards it has, and the number of processes
 
     @classmethod
     def told(cls, value: Any) -> Held:  # JSON
         step, save, life, *more = value
         return cls(step, save, Saved.told(life), *more)
+
+
+def are_all(parts: Iterable[Sequence[int]]) -> bool:
+    """Returns whether the parts on some disks are those of all processes that saved a step."""
+    found = sorted(map(tuple, parts))
+    return found == [(i, len(found)) for i in range(len(found))]
 
 
 # The steps in each of several places.

@@ -37,7 +37,7 @@ class Position:
 
     def __post_init__(self) -> None:
         self.floor = self.agreed = self.opened.newest
-        self.base = _newer(self.opened.newest, self.opened.shown)
+        self.base = _newer(self.opened.newest, *range(self.opened.parts.stop)[-1:])
         self.is_owned = self.opened.owned
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
@@ -123,6 +123,20 @@ class Position:
         """Records the step that was restored, and whether as the newest one; None if none was."""
         self._come_from(step if is_newest else _newer(step, self.base))
 
+    def _leave_parts(self, step: int) -> None:
+        """Lets the run go on from the last step that is whole, if a new one replaces a later part.
+
+        Disks that are not here have the rest of it. Until then, no such part is left behind.
+        """
+        known = max(self.opened.parts.start - 1, -1 if self.floor is None else self.floor)
+        if 0 <= known < step <= (self.base or 0):
+            self._come_from(known)
+            self.roots[0].index.report(
+                f"the disks of this job lack chunks of step {step} and later; the run goes on from "
+                f"step {known} without these steps",
+                logs=self.processes.index == 0,
+            )
+
     def leave(self, step: int) -> None:
         """Records that a step was deleted by hand."""
         self._deleted.add(step)
@@ -141,26 +155,25 @@ class Position:
             self._life = None
         self.base = step
 
-    def life(self, token: str) -> Callable[[], Life]:
-        """Returns a function that reads the life of the steps being saved.
+    def life(self, step: int, token: str) -> Callable[[], Life]:
+        """Returns a function that reads the life of a step being saved.
 
-        All steps have the same life until the run goes back, named by the token of the first of
-        them. The saving thread reads it once.
+        It stays the same until the run goes back. The saving thread reads it once.
         """
+        if step in self.opened.parts:
+            self._leave_parts(step)
         if self._life is None:
             start, local = token[:12], self.roots[0]
-            step = self.agreed if local.group.part is None else self.base
-            if step is None and local.group.part is not None:
+            base = self.agreed if local.group.part is None else self.base
+            if base is None and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = f"{local.owner.first} {start}".strip()
-            self._life = cache(partial(self._begin, start, step))
+            self._life = cache(partial(self._begin, start, base))
         return self._life
 
     def _begin(self, start: str, step: int | None) -> Life:
         """Returns the life that goes on from a step, or anew."""
-        saved = None
-        if step is not None:
-            saved = self.roots[0].lives.get(step) or self._saved(step)
+        saved = None if step is None else self.roots[0].lives.get(step) or self._saved(step)
         starts = saved.starts if saved is not None and saved.run == self.opened.run else ()
         return Life(run=self.opened.run, starts=starts).begun(start, step)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from jaxckpt._run.copies import Told, over_disks, saves_in
+from jaxckpt._run.copies import Told, are_all, over_disks, saves_in
+from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.listing import check_root
 from jaxckpt._run.local import Local
 from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._save.worker import Worker
+from jaxckpt.multihost import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,9 @@ class Opened:
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
     newest: int | None = None  # step
-    shown: int | None = None  # the newest step of which the disk of any host has a part
+    # Ends with the newest step of which any disk has a part, and begins after the last step there
+    # that may be whole.
+    parts: range = range(0)
     local_only: int | None = None  # the newest step, if the directory does not have it
     owned: bool = True  # False if another job is running, and keeps the run until the first save
 
@@ -45,18 +50,17 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, shown, owned, run = roots[-1], None, None, True, ""
+    last, newest, parts, owned, run = roots[-1], None, range(0), True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
         if root.group.part is not None:  # each is taken over
-            (newest, shown), owned = judge_steps(roots, newest_whole), True
+            (newest, parts), owned = newest_whole(roots), True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
-    reach = None if newest is None else last.reach
     begin = partial(last.opening.open, metadata, saves=saves[-1])
     try:
-        opened = begin(run=run, spared=newest, reach=reach)
+        opened = begin(run=run, spared=newest, reach=None if newest is None else last.reach)
     except BaseException:
         for root in roots[:-1]:
             root.opening.fail()
@@ -72,23 +76,41 @@ def open_roots(
         )
     there = opened["newest"]
     is_behind = newest is not None and (there is None or there < newest)
+    if newest is there is None and not parts.start:
+        there = max(parts, default=None)  # the run is not new; the next job may have all disks
     return Opened(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
         newest=newest if is_behind else there,
-        shown=shown,
+        parts=parts,
         local_only=newest if is_behind else None,
     )
 
 
-def newest_whole(disks: Told, *_: Any, most: int | None = None) -> list[int | None]:
-    """Returns the newest step that all have on their disks, and the newest of which any has a part.
+def newest_whole(roots: Sequence[Root], *, most: int | None = None) -> tuple[int | None, range]:
+    """Returns the newest step that all have on their disks, with every chunk; see `Opened.parts`.
 
     Args:
         most: The newest step that counts as whole.
     """
-    copies = over_disks(saves_in(disks), {})
-    whole = (copy.step for copy in copies if not copy.is_united)
-    counted = next((n for n in whole if most is None or n <= most), None)
-    return [counted, max((copy.step for copy in copies), default=None)]
+    steps, lone, shown = judge_steps(roots, partial(_on_disks, most))
+
+    def may_be_whole(step: int) -> bool:  # a read may fail once
+        return all(is_whole(roots, step, roots[0].group.job) is not False for _ in range(2))
+
+    whole = next((step for step, has_all in steps if has_all or may_be_whole(step)), None)
+    return whole, range(1 + max(lone, -1 if whole is None else whole), 1 + shown)
+
+
+def _on_disks(most: int | None, disks: Told, *_: Any) -> Json:
+    """Returns the steps that all have, each with whether these are the parts of all that saved it.
+
+    Then the newest step that some lack, and the newest of any.
+    """
+    copies, parts = over_disks(saves_in(disks), {}), dict[int, list[Sequence[int]]]()
+    for one in chain(*disks):
+        parts.setdefault(one.step, []).append(one.part)
+    steps = [copy.step for copy in copies if not copy.is_united]
+    whole = [[n, are_all(parts[n])] for n in steps if most is None or n <= most]
+    return [whole, max(parts.keys() - steps, default=-1), max(parts, default=-1)]

@@ -270,7 +270,7 @@ class Saver:
         step, index = given.step, root.index
         known = step if root.counts(step, self.position.floor) else None
         is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
-        life, fence = self.position.life(token), partial(root.owner.fence, known)
+        life, fence = self.position.life(step, token), partial(root.owner.fence, known)
         if self._tiers is not None and root is not self._root:
             fence = partial(self._tiers.fence, step, life)
         return SaveRequest(

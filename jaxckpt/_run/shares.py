@@ -115,7 +115,7 @@ def _held(index: StepIndex, number: int, tries_left: int = 1) -> Held | None:
     if found.record is None:
         return None
     saved = Saved.of(number, found.record.life, found.metadata.commit_ns or 0)
-    return Held(number, found.origin, saved)
+    return Held(number, found.origin, saved, part=found.part or (0, 1))
 
 
 def _with_metrics(index: StepIndex, held: Held) -> Held:
@@ -133,6 +133,13 @@ def origin_in(index: StepIndex, number: int) -> str | None:
         return find(index.storage, index.path(number)).origin
     except CheckpointError:  # the restore reports the problem
         return None
+
+
+def part_in(index: StepIndex, number: int) -> Sequence[int]:
+    """Returns whose shards of a step are here, and of how many processes; empty if not whole."""
+    if not index.is_whole(number):
+        return ()
+    return find(index.storage, index.path(number)).part or (0, 1)
 
 
 # --- uploading -------------------------------------------------------------------------------

@@ -176,6 +176,34 @@ def go_on(me, root, hosts, restored, deleted, steps, replicas):
         return sorted(int(path.name) for path in share.glob("[0-9]")), manager.all_steps()
 
 
+def go_back(me, root, hosts, restored, saved, replicas=1):
+    """Restores a step by its number, unless that is None, and saves others by their numbers.
+
+    Args:
+        saved: The step whose values each new step has; every third one goes to the directory.
+
+    Returns:
+        The latest step before, the one that is restored last, the step whose values it has, and
+        what this process reports.
+    """
+    import jaxckpt
+
+    local = {"keep": jaxckpt.KeepPolicy(last=9)}
+    with opened(root, hosts[me.index], [], every=3, of_local=local) as manager:
+        latest = manager.latest_step()
+        if restored is not None:
+            check(manager.restore(state_at(0, replicas), step=restored), restored)
+        for step, like in saved.items():
+            handle = manager.save(int(step), state_at(like, replicas))
+            assert handle is not None, manager.decision
+            handle.result()
+        manager.wait_until_finished()
+        state = manager.restore(state_at(0, replicas))
+        like = int(np.asarray(state["count"].addressable_shards[0].data))
+        check(state, like)
+        return latest, manager.restored_step, like, manager.problems
+
+
 def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, times=9, peers=()):
     """Restores; returns where it started, or the error; without replicas asks for the latest step.
 

@@ -98,6 +98,38 @@ def test_a_job_on_other_hosts_goes_on_whatever_it_restores(
     assert said[0][0] == [*left, 5]
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted", "back"),
+    [
+        ({"4": 14, "5": 15}, (5, 15), (5, 15)),
+        ({"4": 14}, (4, 14), (4, 14)),
+        ({"6": 16}, (6, 16), (6, 16)),
+        ({}, (3, 3), (5, 5)),
+    ],
+    ids=["these numbers", "an earlier number", "a later number", "nothing"],
+)
+def test_a_job_without_a_host_goes_on_from_an_earlier_step(zygote, ram_path, saved, wanted, back):
+    """The host has chunks of steps 4 and 5 that nobody else has, and then its disk comes back.
+
+    They stay while nothing is saved in their place, and then they hide no later save.
+    """
+    options = {"function": children.go_back}
+    run(zygote, ram_path, [0, 1, 2], None, {n: n for n in range(1, 6)}, count=3, **options)
+
+    said = run(zygote, ram_path, [0, 1], 3, saved, count=2, **options)
+
+    assert [one[:3] for one in said] == [[3, *wanted]] * 2
+    replaced = "the run goes on from step 3 without these steps"
+    assert all(any(replaced in text for text in one[3]) == ("4" in saved) for one in said)
+    for hosts in ([1, 0], [0, 1, 2]):
+        latest, step, like = (wanted[0], *wanted) if len(hosts) == 2 else (back[0], *back)
+        again = run(zygote, ram_path, hosts, None, {}, count=len(hosts), **options)
+        assert [one[:3] for one in again] == [[latest, step, like]] * len(hosts)
+    kept = {1, 2, 3, *([] if "4" in saved else [4, 5]), *map(int, saved)}
+    share = ram_path / "host0/local/share_0"
+    assert {int(path.name) for path in share.glob("[0-9]")} == kept
+
+
 def test_a_step_deleted_by_hand_does_not_come_back(zygote, ram_path):
     """More processes have saved it; half its parts are in shares that no process has now."""
     go_on = {"function": children.go_on}
