@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from jaxckpt._run import one_step
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.leases import Leases
 from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.roots import newest_whole
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
 from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format import names
 from jaxckpt.multihost import Json, Processes, lead
 from jaxckpt.types import Problem, VerifyReport
 
@@ -137,9 +141,10 @@ class ByHand:
         """
 
         def in_roots() -> list[Any]:
-            for root in self.roots:
+            roots = [*_beside(self.roots[0]), *self.roots]
+            for root in roots:
                 check(root)
-            return [step, _in_each(self.roots, do)]
+            return [step, _in_each(roots, do)]
 
         named, lacks = self._lead(what, in_roots)
         if named != step:
@@ -148,7 +153,8 @@ class ByHand:
         if (local := self.roots[0]).group.part is not None:
             name = f"manager {self.run}/{what} here"
             with local.group.leading(name, any, where=self.run) as led:
-                own = [local] if local.group.follows and local.has(step) else []
+                mine = [local, *_beside(local)] if local.group.follows else []
+                own = [root for root in mine if root.has(step)]
                 led.value = (bool(own) and not _in_each(own, do)) or not lacks
             lacks = "" if led.value else lacks
         if lacks:
@@ -172,6 +178,15 @@ class ByHand:
         # By the directory: it may have lost its record.
         there = [one for one in others if one.index.storage.kind(one.index.path(step)) == "dir"]
         return any(root.mend_with(step, one) for one in there)
+
+
+def _beside(root: Root) -> list[Root]:
+    """Returns the further roots of the run on this disk, if this process is the first there."""
+    if root.group.part is not None and posixpath.basename(root.index.root) != names.share(0):
+        return []
+    to = root.deletion.move_to
+    found = [(one, Deletion(one, root.owner, move_to=to)) for one in map(Leases, root.peers.here)]
+    return [replace(root, index=x.index, leases=x, deletion=gone) for x, gone in found]
 
 
 def _in_each(roots: Sequence[Root], do: Callable[[Root], object]) -> str:

@@ -1010,6 +1010,23 @@ def test_all_hear_of_a_deletion_that_failed_on_one_disk(tmp_path, item):
     assert simulate(2, run) == [([1, 2] if item else [1], ["state"])] * 2
 
 
+@pytest.mark.parametrize("before", [[0], [2, 1], [0, 0, 1, 1]], ids=str)
+def test_a_deletion_reaches_all_roots_on_all_disks(tmp_path, before):
+    """Also those where another number of processes saved. Then none has the step that was there."""
+    save_losses(tmp_path, before, {1: 5, 2: 1}, every=10)
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), **LOCAL) as manager:
+            steps = manager.all_steps()
+            manager.delete(2)
+            with pytest.raises(CheckpointNotFound):
+                manager.delete(2)
+            return steps, manager.all_steps()
+
+    assert simulate(2, run) == [([1, 2], [1])] * 2
+    assert [*tmp_path.glob("host[01]/**/2")] == []
+
+
 def test_a_pin_is_on_the_disk_of_each_host(tmp_path):
     """Also of a step that is on one of them only, and which process 0 does not have."""
 
