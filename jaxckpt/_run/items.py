@@ -18,6 +18,7 @@ from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
+from jaxckpt._save.job import MOST_TOLD_BYTES
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
@@ -65,7 +66,10 @@ def take_item(name: str, value: object, processes: Processes, **options: Any) ->
             data = jsontext.dumps(value, allow_nan=True)
         except ValueError as error:
             raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
-        return FileItem(name=name, common=lambda: {names.JSON_ITEM_FILE: data})
+        text = data.decode()
+        item = FileItem(name=name, told=lambda: text if len(data) <= MOST_TOLD_BYTES else None)
+        item.common = lambda: {names.JSON_ITEM_FILE: str(item.heard or text).encode()}
+        return item
     return take_tree(name, value, processes, copy=True, **options)
 
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, final
@@ -34,7 +34,7 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.transaction import Overwrite, Transaction
 from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import SaveFailed
-from jaxckpt.format import names, step
+from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Life, Record, StepMetadata
 from jaxckpt.multihost import Group, Json, Processes, first_of, meet, raise_if_any, slowest_of
 from jaxckpt.multihost._collective import Lead
@@ -49,6 +49,7 @@ _logger = logging.getLogger("jaxckpt")
 
 _LONGEST_TURN_S: Final = 1200.0  # of an earlier save to the same path
 _MAX_PART_BYTES: Final = 1 << 30
+MOST_TOLD_BYTES: Final = 1 << 14  # of JSON that process 0 tells to processes with own disks
 _HINT: Final = "All processes must save the same tree of global arrays to the same path."
 _SKIPS: Final = "skips"  # marks a process that skips this save because an earlier one failed
 
@@ -161,7 +162,7 @@ class SaveJob:
             committing = _leading(request, "committed")
             with self._meter.phase("commit"), committing, _explaining(request):
                 if self._transaction is not None:
-                    files, known = _describe(request, work, written)
+                    files, known = _describe(self.request, work, written)
                     parts = (file.partition("/") for file in files)
                     trees = [item for item, _, file in parts if file == names.TREE_METADATA]
                     about = Record(
@@ -261,6 +262,7 @@ class SaveJob:
             "items": {item.name: item.said() for item in request.items},
             "parts": self._parts,
             "replicas": request.replicas and request.replicas.said(),
+            "metadata": _told_metadata(request),
         }
         written: list[Any] = []  # in process 0
 
@@ -270,7 +272,7 @@ class SaveJob:
             replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
             told = {name: said.get("told") for name, said in reports[0]["items"].items()}
             verdict = {"slowest": slowest_of(reports), "replicas": replicas, "files": told}
-            return {**first_of(differences), **verdict}
+            return {**first_of(differences), **verdict, "metadata": reports[0]["metadata"]}
 
         name, mark = meeting_of(request.name), _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -281,6 +283,8 @@ class SaveJob:
         raise_if_any(met.verdict, f"{request.path} was not saved", _HINT)
         for item in request.items:
             item.hear(met.verdict["files"][item.name])
+        if (told := met.verdict["metadata"]) is not None:
+            self.request = replace(request, custom_metadata=told)
         self._meter.slowest = met.verdict["slowest"]
         if request.replicas is not None:
             request.replicas.settle(met.verdict["replicas"], f"{request.name}/replicas")
@@ -305,6 +309,14 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
     name, where = f"{request.name}/{what}", f"{request.path} was not saved"
     return request.group.leading(name, where=where)
+
+
+def _told_metadata(request: SaveRequest) -> Json:
+    """Returns the metadata that counts on all disks, if this is process 0 and it is small."""
+    if request.group.part is None or request.processes.index:
+        return None
+    told = dict(request.custom_metadata)
+    return told if len(jsontext.dumps(told, allow_nan=True)) <= MOST_TOLD_BYTES else None
 
 
 def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:

@@ -791,6 +791,20 @@ def test_the_metrics_of_process_0_count_on_all_disks(tmp_path, given):
     )
 
 
+@pytest.mark.parametrize(("size", "counts"), [(9, 0), (1 << 16, 1)], ids=["small", "large"])
+def test_the_json_of_process_0_counts_on_all_disks(tmp_path, size, counts):
+    """As long as it is small, since it goes through a meeting."""
+
+    def run(processes):
+        mine, options = {"of": processes.index, "text": "x" * size}, {"every": 100, **LOCAL}
+        with manager_of(tmp_path, processes.index, LocalStorage(), **options) as manager:
+            manager.save(1, {"a": 1}, items={"cfg": mine}, custom_metadata=mine).result()
+            item = manager.restore_items(items={"cfg": None})["cfg"]
+            return item["of"], manager.custom_metadata(1)["of"]
+
+    assert simulate(2, run) == [(0, 0), (counts, counts)]
+
+
 def test_only_process_0_asks_a_policy_which_steps_it_keeps(tmp_path):
     """Unless it lacks some: the metrics on the other disks may be those of an earlier release."""
 

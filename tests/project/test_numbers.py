@@ -19,6 +19,7 @@ from benchmarks import chart
 from jaxckpt._core import pinned, plan
 from jaxckpt._disk import data_files, read_back
 from jaxckpt._run import reach, uploader
+from jaxckpt._save import job
 from jaxckpt.cli import _checks
 from jaxckpt.format import ocdbt, sharding, tree
 from jaxckpt.multihost import _protocol
@@ -269,6 +270,7 @@ FROM_CODE = {
         f"The directory may not answer for {reach.AWAY_S:.0f} s",
         f"sends nothing for {_object._PEER.stall_s:.0f} s",
         f"{WORDS[uploader._MOST_WAITING].title()} steps wait for their upload at most",
+        f"`custom_metadata` of up to {job.MOST_TOLD_BYTES >> 10} KiB",
     ],
     "docs/cli.md": [
         f"less than {_checks._SLOW_BYTES_PER_S / 1e6:.0f} MB/s, or more than {_checks._SLOW_S} s",
