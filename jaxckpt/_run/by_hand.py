@@ -12,7 +12,7 @@ from jaxckpt._run import one_step
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.root import Root, newest_of
-from jaxckpt._run.roots import newest_whole
+from jaxckpt._run.roots import newest_in
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
@@ -53,8 +53,27 @@ class ByHand:
                 why = one_step.why_not_deleted(root.leases, step)
                 raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
 
-        self._everywhere("delete", step, delete, check)
-        self.go_back(deleted=step if item is None else None)
+        try:
+            self._everywhere("delete", step, delete, check)
+        except CheckpointNotFound:
+            if item is not None or not self._have_peers(step):
+                raise
+        if item is None:
+            self.saver.position.deleted.add(step)
+        self.go_back()
+
+    def _have_peers(self, step: int) -> bool:
+        """Returns whether only peers have a step, which then stays there, and reports that."""
+        peers = self.roots[0].peers
+
+        def have() -> bool:
+            return any(step in one.steps() for one in peers.there())
+
+        found = bool(peers.urls) and self._lead(f"peers have {step}", have)
+        if found:
+            told = f"step {step} stays at peers; the run goes on without it once a step is saved"
+            self.roots[0].index.report(told, logs=self.processes.index == 0)
+        return found
 
     def scrub(self) -> dict[int, VerifyReport]:
         """Verifies all steps of each root, mends what another has, and sets the rest aside."""
@@ -117,15 +136,17 @@ class ByHand:
         """Returns the newest step of the roots, as process 0 finds it."""
         return self._lead("newest", partial(newest_of, self.roots))
 
-    def go_back(self, *, deleted: int | None = None) -> None:
+    def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
-        if deleted is not None:
-            self.saver.position.leave(deleted)
-        newest = self.newest()
-        if self.roots[0].group.part is not None:
-            whole, _ = newest_whole(self.roots, most=self.saver.position.floor)
+        local, position, newest = self.roots[0], self.saver.position, self.newest()
+        whole = restorable = None
+        if local.is_apart:
+            most = -1 if position.base is None else position.base
+            about: Any = {"most": most, "deleted": position.deleted}
+            whole, restorable, _ = newest_in(self.roots, floor=position.floor, **about)
+        if local.group.part is not None:
             newest = max((n for n in (newest, whole) if n is not None), default=None)
-        self.saver.went_back(newest, good=newest)
+        self.saver.went_back(newest, good=newest, restorable=restorable)
 
     def _everywhere(
         self,

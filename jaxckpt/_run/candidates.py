@@ -64,7 +64,7 @@ class Candidates:
             ValueError, ProcessesDisagree: this or another process asked for another step.
         """
         told = deque[tuple[Told, Told]](maxlen=1)
-        if _is_apart(self.roots[0]):  # process 0 alone hears it, and may judge more than once
+        if self.roots[0].is_apart:  # process 0 alone hears it, and may judge more than once
             judge_steps(self.roots, lambda *both: told.append(both))
         name = f"manager {self._name}/{what}"
         with meeting(self.processes, name, _of_process_0, where=self._name) as met:
@@ -92,7 +92,7 @@ class Candidates:
         if len(self.roots) == 1:  # lists no more directories than it has to
             index = self.roots[0].index
             return self._first_whole("latest", lambda _: (Copy(n, 0) for n in index.newest_first()))
-        steps = StepIndex.steps if _is_apart(self.roots[0]) else StepIndex.to_restore
+        steps = StepIndex.steps if self.roots[0].is_apart else StepIndex.to_restore
         return self._first_whole("latest", lambda seen: seen.copies(lambda one: steps(one.index)))
 
     def best(self) -> int | None:
@@ -101,7 +101,7 @@ class Candidates:
 
     def listed(self) -> list[int]:
         """Returns the committed steps, in order."""
-        is_apart = _is_apart(self.roots[0])
+        is_apart = self.roots[0].is_apart
         copies = self._alike("all", _committed) if is_apart else _committed(_Seen(self.roots))
         return sorted({copy.step for copy in copies})
 
@@ -110,7 +110,7 @@ class Candidates:
 
         If all disks together have none whole, returns the first: a restore reports what it lacks.
         """
-        if _is_apart(self.roots[0]):
+        if self.roots[0].is_apart:
             return self._first_apart(self._alike(what, copies))
         for left in reversed(range(LISTINGS)):
             for copy in copies(_Seen(self.roots)):
@@ -268,11 +268,6 @@ def _refuse_others(index: StepIndex) -> list[Copy]:
         f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
         "it with jaxckpt.restore. To start over, use an empty directory."
     )
-
-
-def _is_apart(root: Root) -> bool:
-    """Returns whether the disk of a process may lack steps that a restore finds."""
-    return root.group.part is not None or bool(root.peers)
 
 
 def _chosen(step: Any) -> int | str:

@@ -323,21 +323,26 @@ def _united(given: list[Any]) -> Json:
     return [sorted(keys, key=str), _told(who, "chunks"), goes_on, budget_bytes]
 
 
-def is_whole(roots: Sequence[Root], step: int, processes: Processes) -> bool | Exception:
+def is_whole(
+    roots: Sequence[Root], step: int, processes: Processes, *, states: bool = False
+) -> bool | Exception:
     """Returns whether all disks together have every chunk, alike in all; reads no chunk.
 
     If a disk failed that may have what is missing, returns an error.
+
+    Args:
+        states: Whether they must have the states of all objects, too.
     """
     local, directory = roots
     one = Coverage(local, directory, step, processes)
     with contextlib.closing(one.scratch):
         problem = one.introduce()
-        if problem is None and _has_all(one):
+        if problem is None and _has_all(one, states):
             return True
         return one.failure(problem or f"step {step} lacks chunks") or False
 
 
-def _has_all(step: Coverage) -> bool:
+def _has_all(step: Coverage, states: bool) -> bool:
     mine, peers = step.scratch, step.local.peers
     disks = mine.disks
     if step.processes.index == 0:
@@ -345,7 +350,7 @@ def _has_all(step: Coverage) -> bool:
         disks = [*disks, *(disk for disk in there if disk.found.origin == mine.save)]
     name = step._named("units")
     with meeting(step.processes, name, whole_of, where=name) as led:
-        led.value = [[step.step, mine.save, hex(disk.lacks())] for disk in disks]
+        led.value = [[step.step, mine.save, hex(disk.lacks(states=states))] for disk in disks]
     return bool(led.value)
 
 

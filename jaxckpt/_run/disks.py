@@ -127,9 +127,18 @@ class Disk:
                 self.items[name] = open_tree(found, name)
         self.outline = encode_outline(found, self.items)
 
-    def lacks(self) -> int:
-        """Returns a number with a bit for each checksum, set if its chunk is not here."""
+    def lacks(self, *, states: bool = False) -> int:
+        """Returns a number with a bit for each checksum, set if its chunk is not here.
+
+        Args:
+            states: Whether the states of objects, such as data iterators, have bits, too.
+        """
         bits = [np.zeros(1, bool)]  # one more, for a step without any
+        recorded = self.found.recorded(self.found.path) if states else {}
+        counts = {file: names.process_count(posixpath.basename(file)) for file in recorded}
+        for folder, count in sorted({(posixpath.dirname(f), n) for f, n in counts.items() if n}):
+            files = (f"{folder}/{names.process_file(i, count)}" for i in range(count))
+            bits.append(np.array([file not in recorded for file in files]))
         for _, item in sorted(self.items.items()):
             bits.append(np.ones(self.found.recorded(item.path)[names.CHUNK_SUMS].size // 4, bool))
             for *_, units in units_by_key(item.tree.leaves, keys_here(item)):

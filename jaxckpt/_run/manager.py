@@ -416,9 +416,10 @@ class CheckpointManager:
                 root.owner.seen = max(root.owner.seen, self.restored_step)
         self._saver.comparisons.ask()
         position = self._saver.position
-        position.go_on_from(self.restored_step, is_newest=goes_on)
+        position.come_from(self.restored_step, is_newest=goes_on)
         if isinstance(reading, StateReading):
-            position.later = range(self.restored_step + 1, (position.floor or 0) + 1)
+            newest = max(position.floor or 0, position.base or 0)
+            position.later = range(self.restored_step + 1, newest + 1)
             self._saver.timings.append(reading.meter.timing())
             restore_s = time.monotonic() - reading.start_s
             self._saver.due.record(restore_s=restore_s)
@@ -466,7 +467,7 @@ class CheckpointManager:
         reading = self._reading(None, items, request)
         steps = self._resume.of("latest")
         if not steps:
-            self._saver.position.go_on_from(None)
+            self._saver.position.come_from(None)
             return as_restored(init(), request), 0
         reading.like = init() if request.keeps_values else shapes_of(init)
         try:
@@ -474,7 +475,7 @@ class CheckpointManager:
             found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
-            self._saver.position.go_on_from(None)
+            self._saver.position.come_from(None)
             return as_restored(init(), request), 0
         return self._go_on(found, reading, goes_on=True), found[1]
 

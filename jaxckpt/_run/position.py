@@ -8,9 +8,10 @@ from functools import cache, partial
 from typing import Any, final
 
 from jaxckpt._run.copies import Saved
+from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.root import Root, is_in_any, newest_of
-from jaxckpt._run.roots import Opened
+from jaxckpt._run.roots import Opened, newest_in
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
@@ -28,17 +29,19 @@ class Position:
     agreed: int | None = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
-    # The newest step that led here, where each process has its own root: no disk leaves it behind.
-    base: int | None = field(init=False)
-    _deleted: set[int] = field(default_factory=set)  # by hand
+    # The newest step from which the run goes on: no disk leaves it behind. It is newer than the
+    # floor only if no process alone knows that it is whole: see `Root.is_apart`.
+    base: int | None = None
+    deleted: set[int] = field(default_factory=set)  # by hand
+    _ahead: int | None = None  # the newest step, if the one in question is older, or is that
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
 
     def __post_init__(self) -> None:
         self.floor = self.agreed = self.opened.newest
-        self.base = _newer(self.opened.newest, *range(self.opened.parts.stop)[-1:])
         self.is_owned = self.opened.owned
+        self._go_on_from(self.floor, self.opened.restorable)
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
@@ -46,6 +49,9 @@ class Position:
 
     def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
+        if self._is_whole_beside_newer(step):
+            self._report_kept(step)
+            return _there(step)
         if not any(known is not None and step <= known for known in (self.agreed, last)):
             return ""
         if step < self._of_other:
@@ -57,12 +63,19 @@ class Position:
             )
 
         found = self._lead(f"there/{step}", is_there)
-        if found and step in self.later:
+        if found:
             self._report_kept(step)
-        return f"step {step} is there already or being saved" if found else ""
+        return _there(step) if found else ""
+
+    def _is_whole_beside_newer(self, step: int) -> bool:
+        if self._ahead is None or self._ahead == step:
+            return self._ahead is not None
+        return is_whole(self.roots, step, self.processes, states=True) is not False
 
     def _report_kept(self, step: int) -> None:
         """Reports once for each restore that a step from before it stays."""
+        if step not in self.later:
+            return
         restored, index, self.later = self.later.start - 1, self.roots[-1].index, range(0)
         if self.processes.index == 0:
             index.report(
@@ -70,6 +83,20 @@ class Position:
                 "and the new state is not saved. Delete the later steps first (manager.delete), or "
                 "start a new run from the older one (jaxckpt.fork)"
             )
+
+    def look_ahead(self, step: int) -> None:
+        """Learns whether a step in question is beside newer ones that no disk alone has whole.
+
+        If they cannot be restored, the run goes on without them.
+        """
+        self._ahead, floor = None, -1 if self.floor is None else self.floor
+        if not self.roots[0].is_apart or self.base is None or not floor < step <= self.base:
+            return
+        found = newest_in(self.roots, floor=floor, most=self.base, deleted=self.deleted)
+        if found.restorable is not None and found.restorable.step >= step:
+            self._ahead = found.restorable.step
+        else:
+            self._go_on_from(self.floor, found.restorable)
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.
@@ -91,10 +118,11 @@ class Position:
 
     def check(self, step: int, saving: Sequence[int]) -> None:
         """Raises StepExists or ValueError unless a step is newer than all others."""
-        floor = max([*saving, -1 if self.floor is None else self.floor])
+        floor = max([*saving, *(n for n in (self.floor, self._ahead) if n is not None)], default=-1)
         if step > floor:
             return
-        if not saving and not is_in_any(self.roots, lambda root: root.has(floor)):
+        is_known = bool(saving) or floor == self._ahead
+        if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
             # Others have deleted the newest.
             self.floor = newest_of(self.roots)
             floor = -1 if self.floor is None else self.floor
@@ -110,65 +138,55 @@ class Position:
             "(jaxckpt.fork)."
         )
 
-    def go_back(self, newest: int | None, good: int | None) -> None:
-        """Records that later steps are gone, and which is the newest that every process trusts."""
+    def go_back(
+        self, newest: int | None, good: int | None, restorable: Saved | None = None
+    ) -> None:
+        """Records that later steps are gone.
+
+        Args:
+            good: The newest step that every process trusts.
+            restorable: The newest step that all places together have; see `roots.Newest`.
+        """
         if good != self.floor:
             self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         lives = self.roots[0].lives  # the steps that are gone may be saved again
-        kept = good, self.base
-        self.roots[0].lives = {step: one for step, one in lives.items() if step in kept}
+        self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
+        self._go_on_from(good, restorable)
 
-    def go_on_from(self, step: int | None, *, is_newest: bool = True) -> None:
+    def come_from(self, step: int | None, *, is_newest: bool = True) -> None:
         """Records the step that was restored, and whether as the newest one; None if none was."""
-        self._come_from(step if is_newest else _newer(step, self.base))
-
-    def _leave_parts(self, step: int) -> None:
-        """Lets the run go on from the last step that is whole, if a new one replaces a later part.
-
-        Disks that are not here have the rest of it. Until then, no such part is left behind.
-        """
-        known = max(self.opened.parts.start - 1, -1 if self.floor is None else self.floor)
-        if 0 <= known < step <= (self.base or 0):
-            self._come_from(known)
-            self.roots[0].index.report(
-                f"the disks of this job lack chunks of step {step} and later; the run goes on from "
-                f"step {known} without these steps",
-                logs=self.processes.index == 0,
-            )
-
-    def leave(self, step: int) -> None:
-        """Records that a step was deleted by hand."""
-        self._deleted.add(step)
-        base = self.base
-        while base is not None and base in self._deleted:
-            base = base - 1 if base else None
-        self._come_from(base)
+        self._set_base(step if is_newest else _newer(step, self.base))
 
     def committed(self, step: int) -> None:
         """Records a step that this job has saved."""
         self.floor = self.base = step
-        self._deleted.discard(step)
+        self.deleted.discard(step)
 
-    def _come_from(self, step: int | None) -> None:
-        if step != self.base and self.roots[0].group.part is not None:
+    def _go_on_from(self, step: int | None, restorable: Saved | None) -> None:
+        """Lets later steps come from the newer of two steps."""
+        if restorable is not None:
+            self.roots[0].lives[restorable.step] = restorable
+        self._set_base(_newer(step, restorable and restorable.step))
+
+    def _set_base(self, step: int | None) -> None:
+        if step != self.base and self.roots[0].is_apart:
             self._life = None
         self.base = step
 
-    def life(self, step: int, token: str) -> Callable[[], Life]:
-        """Returns a function that reads the life of a step being saved.
+    def life(self, token: str) -> Callable[[], Life]:
+        """Returns a function that reads the life of the steps being saved.
 
-        It stays the same until the run goes back. The saving thread reads it once.
+        All steps have the same life until the run goes back, named by the token of the first of
+        them. The saving thread reads it once.
         """
-        if step in self.opened.parts:
-            self._leave_parts(step)
         if self._life is None:
             start, local = token[:12], self.roots[0]
-            base = self.agreed if local.group.part is None else self.base
-            if base is None and local.group.part is not None:
+            step = self.base if local.is_apart else self.agreed
+            if step is None and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = f"{local.owner.first} {start}".strip()
-            self._life = cache(partial(self._begin, start, base))
+            self._life = cache(partial(self._begin, start, step))
         return self._life
 
     def _begin(self, start: str, step: int | None) -> Life:
@@ -178,24 +196,25 @@ class Position:
         return Life(run=self.opened.run, starts=starts).begun(start, step)
 
     def _saved(self, step: int) -> Saved | None:
-        """Reads how the run got to a step, or else to the last one before it that is recorded.
+        """Reads how the run got to a step, if that is recorded.
 
         Raises:
             OSError: it cannot be read now; without it, later steps would look like an earlier life.
         """
-        problem, before = None, list[Saved]()
+        problem = None
         for index in [root.index for root in self.roots if step not in root.index.astray]:
             try:
                 if (saved := saved_at(index, step)).run == self.opened.run:
                     return saved
-                # It was deleted by hand, or only other disks have it.
-                before += [saved_at(index, n) for n in [n for n in index.steps() if n < step][-1:]]
             except (CheckpointError, OSError) as error:
                 problem = error if is_io_failure(error) else problem
         if problem is not None:
             raise problem
-        ours = (one for one in before if one.run == self.opened.run)
-        return max(ours, key=lambda one: one.step, default=None)
+        return None
+
+
+def _there(step: int) -> str:
+    return f"step {step} is there already or being saved"
 
 
 def _newer(*steps: int | None) -> int | None:

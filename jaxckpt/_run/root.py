@@ -96,6 +96,11 @@ class Root:
             group=group,
         )
 
+    @property
+    def is_apart(self) -> bool:
+        """Returns whether the disk of a process may lack steps that a restore finds."""
+        return self.group.part is not None or bool(self.peers)
+
     def announce(self, step: int) -> None:
         """Names the steps that peers may find here, and one more that is to be committed."""
         if not (self.peers.urls and self.group.leads):
@@ -106,6 +111,11 @@ class Root:
             index.storage.write(f"{index.root}/{names.STEPS}", jsontext.dumps(listed))
         except OSError as error:
             index.report(f"peers do not find the newest steps in {index.root}: {error}")
+
+    @property
+    def has_committed(self) -> bool:
+        """Returns whether this job has saved a step here, if this is a local root."""
+        return self._life is not None
 
     def committed(self, info: StepInfo, life: Life | None = None, stay: Stay = tuple) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
@@ -122,7 +132,7 @@ class Root:
         if life is not None and life != self._life:
             self._leave_behind(info.step, life)
         is_good = not self.keep.verified or self._read_back(info.step)
-        self.tidy(stay)
+        self.tidy(lambda: {info.step, *stay()})
         return is_good
 
     def _leave_behind(self, step: int, life: Life) -> None:
@@ -188,7 +198,7 @@ class Root:
             gone |= {*index.steps()} - self.lone
         index.astray.difference_update(self.deletion.delete(sorted(gone - {*stay})))
         self._verified.update([info.step] if is_good else [])
-        self.tidy(lambda: stay)
+        self.tidy(lambda: {info.step, *stay})
 
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""

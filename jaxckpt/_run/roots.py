@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxckpt._run.copies import Told, are_all, over_disks, saves_in
+from jaxckpt._run.copies import Saved, Told, are_all, latest, over_disks, saves_in, went_on
 from jaxckpt._run.coverage import is_whole
-from jaxckpt._run.listing import check_root
+from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.local import Local
-from jaxckpt._run.root import Root, judge_steps, reachable
+from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
 from jaxckpt._save.worker import Worker
-from jaxckpt.multihost import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,7 @@ class Opened:
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
     newest: int | None = None  # step
-    # Ends with the newest step of which any disk has a part, and begins after the last step there
-    # that may be whole.
-    parts: range = range(0)
+    restorable: Saved | None = None  # the newest step that all places together have whole
     local_only: int | None = None  # the newest step, if the directory does not have it
     owned: bool = True  # False if another job is running, and keeps the run until the first save
 
@@ -50,12 +48,14 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, parts, owned, run = roots[-1], None, range(0), True, ""
+    last, newest, found, owned, run = roots[-1], None, Newest(None, None, ()), True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
+        if root.group.part is not None or root.peers.here:
+            found = newest_in(roots)
         if root.group.part is not None:  # each is taken over
-            (newest, parts), owned = newest_whole(roots), True
+            newest, owned = found.whole, True
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     begin = partial(last.opening.open, metadata, saves=saves[-1])
@@ -76,41 +76,78 @@ def open_roots(
         )
     there = opened["newest"]
     is_behind = newest is not None and (there is None or there < newest)
-    if newest is there is None and not parts.start:
-        there = max(parts, default=None)  # the run is not new; the next job may have all disks
+    if found.parts:
+        what = "lack chunks of these steps, which are left behind once the run goes on"
+        text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
+        roots[0].index.report(text, logs=last.group.leads)
+    if newest is there is None:  # the run is not new; the next job may have all disks
+        there = max(found.parts, default=None)
     return Opened(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
         newest=newest if is_behind else there,
-        parts=parts,
+        restorable=found.restorable,
         local_only=newest if is_behind else None,
     )
 
 
-def newest_whole(roots: Sequence[Root], *, most: int | None = None) -> tuple[int | None, range]:
-    """Returns the newest step that all have on their disks, with every chunk; see `Opened.parts`.
+class Newest(NamedTuple):
+    """The newest steps in all places, which are alike in all processes."""
+
+    whole: int | None  # that every process has on its disk, with every chunk
+    restorable: Saved | None  # that all places together have, and how the run got there
+    parts: Sequence[int]  # the later steps that every process has, but with too few chunks
+
+
+def newest_in(
+    roots: Sequence[Root],
+    *,
+    floor: int | None = None,
+    most: float = math.inf,
+    deleted: Collection[int] = (),
+) -> Newest:
+    """Returns the newest steps on all disks and in other places, of which it reads no chunk.
 
     Args:
-        most: The newest step that counts as whole.
+        floor: The newest step known to be committed; of later ones, no disk has all of a step.
+        most: The newest step that counts.
+        deleted: The steps deleted by hand, which places without a process may still have.
     """
-    steps, lone, shown = judge_steps(roots, partial(_on_disks, most))
+    restorable, parts = None, list[int]()
 
-    def may_be_whole(step: int) -> bool:  # a read may fail once
-        return all(is_whole(roots, step, roots[0].group.job) is not False for _ in range(2))
+    def may_be_whole(step: int) -> bool:
+        ask = partial(is_whole, roots, step, roots[0].group.job, states=True)
+        found = ask()
+        return found is True or (found is not False and ask() is not False)  # a read may fail once
 
-    whole = next((step for step, has_all in steps if has_all or may_be_whole(step)), None)
-    return whole, range(1 + max(lone, -1 if whole is None else whole), 1 + shown)
+    for step, on_all, has_parts, life in judge_steps(roots, partial(_on_disks, roots)):
+        counts = on_all and (floor is None or step <= floor)
+        if step > most or step in deleted or not (counts or restorable is None):
+            continue
+        if has_parts or may_be_whole(step):
+            restorable = restorable or Saved.told(life)
+            if counts:
+                return Newest(step, restorable, parts)
+        elif counts:
+            parts.append(step)
+    return Newest(None, restorable, parts)
 
 
-def _on_disks(most: int | None, disks: Told, *_: Any) -> Json:
-    """Returns the steps that all have, each with whether these are the parts of all that saved it.
+def _on_disks(roots: Sequence[Root], disks: Told, others: Told) -> list[Any]:  # JSON
+    """Returns the steps from which the run went on, newest first.
 
-    Then the newest step that some lack, and the newest of any.
+    Each with whether every process has it, whether these are the parts of all that saved it, and
+    how the run got there.
     """
-    copies, parts = over_disks(saves_in(disks), {}), dict[int, list[Sequence[int]]]()
-    for one in chain(*disks):
-        parts.setdefault(one.step, []).append(one.part)
-    steps = [copy.step for copy in copies if not copy.is_united]
-    whole = [[n, are_all(parts[n])] for n in steps if most is None or n <= most]
-    return [whole, max(parts.keys() - steps, default=-1), max(parts, default=-1)]
+    lives = [one for one in newest_life(roots[-1]) if one.run == roots[0].peers.run]
+    told = went_on([*disks, *others], lives)
+    here, there = told[: len(disks)], told[len(disks) :]
+    found: dict[int, list[Any]] = {}
+    for copy in over_disks(saves_in(here), {}, saves_in(there)):
+        held = [one for one in chain(*told) if one.step == copy.step]
+        life = latest(one.life for one in held if one.save) or Saved(copy.step)
+        parts = [one.part for one in chain(*here) if one.step == copy.step]
+        on_all = not copy.is_united
+        found.setdefault(copy.step, [copy.step, on_all, on_all and are_all(parts), life])
+    return [*found.values()]

@@ -17,6 +17,7 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run.comparisons import Comparisons
+from jaxckpt._run.copies import Saved
 from jaxckpt._run.due import DueSteps
 from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
@@ -164,6 +165,7 @@ class Saver:
 
         if not self._options.writes:
             return because("the manager was opened with mode='r'", save=False)
+        self.position.look_ahead(step)
         if not force and (why := self.position.why_not(step, self.due.last_step, self._saving)):
             return because(why, save=False)
         if self.preemption.reached(step) and not self._is_saved_for_preemption():
@@ -184,9 +186,11 @@ class Saver:
         self.worker.wait([self._for_preemption])
         return self._for_preemption.timing is not None
 
-    def went_back(self, newest: int | None, *, good: int | None) -> None:
-        """Records that later steps are gone, and which is the newest that every process trusts."""
-        self.position.go_back(newest, good)
+    def went_back(
+        self, newest: int | None, *, good: int | None, restorable: Saved | None = None
+    ) -> None:
+        """Records that later steps are gone; see `Position.go_back`."""
+        self.position.go_back(newest, good, restorable)
         self.incremental.clear()
         if self._tiers is not None:
             self._tiers.sender.go_back(newest)
@@ -270,7 +274,7 @@ class Saver:
         step, index = given.step, root.index
         known = step if root.counts(step, self.position.floor) else None
         is_paced = root is self._roots[-1] and self._pace.max_bytes_per_s is not None
-        life, fence = self.position.life(step, token), partial(root.owner.fence, known)
+        life, fence = self.position.life(token), partial(root.owner.fence, known)
         if self._tiers is not None and root is not self._root:
             fence = partial(self._tiers.fence, step, life)
         return SaveRequest(

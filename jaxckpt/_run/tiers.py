@@ -87,7 +87,8 @@ class Tiers:
             waited_for = uploads.under_way()
             uploads.wait(waited_for, 0.0 if uploads.is_stopped else timeout_s)
             decided = self.decided()
-            if decided is None:  # else with the next commit, and on all disks
+            # Else with the next commit, and on all disks.
+            if decided is None and self.local.has_committed:
                 self.local.tidy(self.uploader.steps)  # steps stayed for their uploads
             raise_first(uploads.take_errors(waited_for))
             return decided

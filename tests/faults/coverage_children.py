@@ -176,11 +176,22 @@ def go_on(me, root, hosts, restored, deleted, steps, replicas):
         return sorted(int(path.name) for path in share.glob("[0-9]")), manager.all_steps()
 
 
-def go_back(me, root, hosts, restored, saved, replicas=1):
+def why_not(manager, step, replicas):
+    """Why a step is not saved."""
+    try:
+        assert manager.save(step, state_at(step, replicas)) is None
+    except ValueError as error:
+        return str(error)
+    return manager.decision.reason
+
+
+def go_back(me, root, hosts, restored, saved, replicas=1, every=3, last=9):
     """Restores a step by its number, unless that is None, and saves others by their numbers.
 
     Args:
-        saved: The step whose values each new step has; every third one goes to the directory.
+        saved: The step whose values each new step has, or a text that says why it is not saved.
+        every: Which steps go to the directory.
+        last: How many stay on a disk.
 
     Returns:
         The latest step before, the one that is restored last, the step whose values it has, and
@@ -188,12 +199,15 @@ def go_back(me, root, hosts, restored, saved, replicas=1):
     """
     import jaxckpt
 
-    local = {"keep": jaxckpt.KeepPolicy(last=9)}
-    with opened(root, hosts[me.index], [], every=3, of_local=local) as manager:
+    local = {"keep": jaxckpt.KeepPolicy(last=last)}
+    with opened(root, hosts[me.index], [], every=every, of_local=local) as manager:
         latest = manager.latest_step()
         if restored is not None:
             check(manager.restore(state_at(0, replicas), step=restored), restored)
         for step, like in saved.items():
+            if isinstance(like, str):
+                assert like in why_not(manager, int(step), replicas)
+                continue
             handle = manager.save(int(step), state_at(like, replicas))
             assert handle is not None, manager.decision
             handle.result()

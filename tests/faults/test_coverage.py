@@ -111,7 +111,7 @@ def test_a_job_on_other_hosts_goes_on_whatever_it_restores(
 def test_a_job_without_a_host_goes_on_from_an_earlier_step(zygote, ram_path, saved, wanted, back):
     """The host has chunks of steps 4 and 5 that nobody else has, and then its disk comes back.
 
-    They stay while nothing is saved in their place, and then they hide no later save.
+    They stay while the run saves nothing, and then they hide no later save.
     """
     options = {"function": children.go_back}
     run(zygote, ram_path, [0, 1, 2], None, {n: n for n in range(1, 6)}, count=3, **options)
@@ -119,26 +119,87 @@ def test_a_job_without_a_host_goes_on_from_an_earlier_step(zygote, ram_path, sav
     said = run(zygote, ram_path, [0, 1], 3, saved, count=2, **options)
 
     assert [one[:3] for one in said] == [[3, *wanted]] * 2
-    replaced = "the run goes on from step 3 without these steps"
-    assert all(any(replaced in text for text in one[3]) == ("4" in saved) for one in said)
+    lacking = "lack chunks of these steps, which are left behind once the run goes on: 5, 4"
+    assert all(any(lacking in text for text in one[3]) for one in said)
     for hosts in ([1, 0], [0, 1, 2]):
         latest, step, like = (wanted[0], *wanted) if len(hosts) == 2 else (back[0], *back)
         again = run(zygote, ram_path, hosts, None, {}, count=len(hosts), **options)
         assert [one[:3] for one in again] == [[latest, step, like]] * len(hosts)
-    kept = {1, 2, 3, *([] if "4" in saved else [4, 5]), *map(int, saved)}
+    kept = {1, 2, 3, *(map(int, saved) if saved else [4, 5])}
     share = ram_path / "host0/local/share_0"
     assert {int(path.name) for path in share.glob("[0-9]")} == kept
 
 
-def test_a_step_deleted_by_hand_does_not_come_back(zygote, ram_path):
+@pytest.mark.parametrize("restored", [20, None])
+def test_parts_that_nobody_can_restore_take_no_place_of_new_steps(zygote, ram_path, restored):
+    """A disk was replaced, and only two steps stay on each; both parts had higher numbers."""
+    options = {"count": 2, "function": children.go_back}
+    run(zygote, ram_path, [0, 1], None, {n: n for n in (10, 20, 25, 30)}, 1, 20, 3, **options)
+
+    said = run(
+        zygote, ram_path, [0, 2], restored, {n: n for n in (21, 22, 23)}, 1, 20, 2, **options
+    )
+
+    assert [one[:3] for one in said] == [[20, 23, 23]] * 2
+    for host in (0, 2):
+        share = ram_path / f"host{host}/local/share_0"
+        assert {path.name for path in share.glob("[0-9]*")} == {"22", "23"}
+
+
+@pytest.mark.parametrize("restored", [30, None])
+def test_a_new_disk_has_the_history_of_the_run(zygote, ram_path, restored):
+    """Its later steps count as later than the directory's, though it lacks those before."""
+    options = {"count": 2, "function": children.go_back}
+    steps = {n: n for n in (10, 20, 30, 35)}
+    run(zygote, ram_path, [0, 1], None, steps, 2, 20, **options)
+    run(zygote, ram_path, [0, 2], restored, {41: 41, 50: 50}, 2, 20, **options)
+
+    said = run(zygote, ram_path, [3, 2], None, {}, 2, 20, **options)
+
+    assert [one[:3] for one in said] == [[50, 50, 50]] * 2
+    assert not any("earlier life" in text for one in said for text in one[3])
+
+
+def test_a_step_that_all_disks_have_together_is_not_saved_anew(zygote, ram_path):
+    """A disk was replaced. No earlier step is saved either, as in a run of one directory."""
+    options = {"count": 2, "function": children.go_back}
+    run(zygote, ram_path, [0, 1], None, {n: n for n in (2, 4, 8)}, 2, 9, **options)
+    refused = {8: "there already", 4: "there already", 6: "older than step 8, the newest of"}
+
+    said = run(zygote, ram_path, [0, 2], 2, {**refused, 10: 10}, 2, 9, **options)
+
+    assert [one[:3] for one in said] == [[8, 10, 10]] * 2
+    assert any("has step 8 from before step 2 was restored" in text for text in said[0][3])
+    said = run(zygote, ram_path, [0, 1], None, {}, 2, 9, **options)
+    assert [one[:3] for one in said] == [[10, 10, 10]] * 2
+
+
+@pytest.mark.parametrize("restored", [30, 20, None])
+def test_one_process_after_several_leaves_no_step_behind(zygote, ram_path, restored):
+    """The steps are in the shares of their processes, on its disk."""
+    options = {"function": children.go_back}
+    run(zygote, ram_path, [0, 1], None, {n: n for n in (10, 20, 30)}, 2, 50, count=2, **options)
+
+    said = run(zygote, ram_path, [0], restored, {40: 40}, 2, 50, count=1, **options)
+    said += run(zygote, ram_path, [0, 1], None, {45: 45}, 2, 50, count=2, **options)
+
+    assert [one[:3] for one in said] == [[30, 40, 40], *[[40, 45, 45]] * 2]
+    for host in (0, 1):
+        share = ram_path / f"host{host}/local/share_0"
+        assert {path.name for path in share.glob("[0-9]*")} == {"10", "20", "30", "45"}
+
+
+@pytest.mark.parametrize("apart", [1, 10])
+def test_a_step_deleted_by_hand_does_not_come_back(zygote, ram_path, apart):
     """More processes have saved it; half its parts are in shares that no process has now."""
-    go_on = {"function": children.go_on}
-    run(zygote, ram_path, [0, 0, 1, 1], [], [], [1, 2, 3, 4, 5], 2, count=4, **go_on)
+    go_on, steps = {"function": children.go_on}, [n * apart for n in range(1, 6)]
+    run(zygote, ram_path, [0, 0, 1, 1], [], [], steps, 2, count=4, **go_on)
+    new = [2 * apart + 1, 2 * apart + 2]
 
-    run(zygote, ram_path, [0, 1], [2], [5, 4, 3], [3, 4], 2, count=2, **go_on)
+    run(zygote, ram_path, [0, 1], steps[1:2], steps[:1:-1], new, 2, count=2, **go_on)
 
-    said = run(zygote, ram_path, [0, 1], [4], [], [], 2, count=2, **go_on)
-    assert [everywhere for _, everywhere in said] == [[1, 2, 3, 4]] * 2
+    said = run(zygote, ram_path, [0, 1], new[1:], [], [], 2, count=2, **go_on)
+    assert [everywhere for _, everywhere in said] == [[*steps[:2], *new]] * 2
 
 
 @pytest.mark.parametrize(

@@ -951,23 +951,32 @@ def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
     assert [{10, 11} - {*one} for one in found] == [set(), set()]
 
 
-def test_what_is_saved_after_a_deletion_by_hand_is_of_the_run(tmp_path):
-    """No step has the number before the deleted one, and the directory has an earlier step."""
+@pytest.mark.parametrize("what", ["delete", "scrub"])
+def test_what_is_saved_after_the_newest_step_is_gone_is_of_the_run(tmp_path, what):
+    """No step has the number before it, and the directory has an earlier step.
 
-    def run(processes, deleted, saved):
+    It was deleted by hand, or set aside on all disks.
+    """
+
+    def run(processes, goes=False, saved=()):
+        disk = tmp_path / f"host{processes.index}" / "share_0"
         with manager_of(tmp_path, processes.index, LocalStorage(), every=20, **LOCAL) as manager:
             steps = manager.all_steps()
-            for step in deleted:
-                manager.delete(step)
+            if goes and what == "scrub":
+                damage(disk / "35")
+                processes.within(30).gather("damaged", None)
+                manager.scrub()
+            elif goes:
+                manager.delete(35)
             for step in saved:
-                manager.save(step, {"a": step}).result()
+                manager.save(step, {"a": np.full(70_000, step)}).result()
             manager.wait_until_finished()
-            return steps, manager.problems
+            return steps, [text for text in manager.problems if "earlier life" in text]
 
-    simulate(2, partial(run, deleted=[], saved=[10, 20, 35]))
-    simulate(2, partial(run, deleted=[35], saved=[45]))
+    simulate(2, partial(run, saved=[10, 20, 35]))
+    simulate(2, partial(run, goes=True, saved=[45]))
 
-    assert simulate(2, partial(run, deleted=[], saved=[])) == [([10, 20, 45], [])] * 2
+    assert simulate(2, run) == [([10, 20, 45], [])] * 2
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

@@ -1086,6 +1086,19 @@ def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
         assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
 
 
+def test_a_deletion_by_hand_takes_no_earlier_step_along(tmp_path, local):
+    """A job that saves nothing deletes nothing else, though its policy keeps fewer steps."""
+    never = jaxckpt.SavePolicy(every_steps=100)
+    for last in (9, 1):
+        tier = LocalTier(local, save=jaxckpt.SavePolicy(), keep=KeepPolicy(last=last))
+        with CheckpointManager(tmp_path / "run", local=tier, save=never) as manager:
+            for step in (1, 2, 3) if last == 9 else ():
+                manager.save(step, state(step)).result()
+            if last == 1:
+                manager.delete(3)
+                assert manager.tiers["local"] == [1, 2]
+
+
 def test_a_step_pinned_before_its_upload_stays_in_both_places(tmp_path, local):
     last, goes_on = KeepPolicy(last=1), threading.Event()
 
