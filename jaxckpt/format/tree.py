@@ -543,29 +543,23 @@ def _rich_root(text: str, leaves: Sequence[Leaf], file: str) -> Node | None:
 def _decode_rich(value: object, file: str) -> Node | None:
     """Decodes Orbax's experimental `value_metadata_tree`, which knows tuples and namedtuples."""
     if isinstance(value, list):
-        children = tuple(_decode_rich(child, file) for child in value)
-        return Node(type="list", names=_indices(children), children=children) if children else None
+        return _rich_node("list", {str(i): child for i, child in enumerate(value)}, file)
     fields = expect(value, dict, "a node of 'value_metadata_tree'", file=file)
-    category = fields.get("category")
+    category, clazz = fields.get("category"), fields.get("clazz")
     if category not in ("custom", "namedtuple"):
-        names = tuple(fields)
-        children = tuple(_decode_rich(child, file) for child in fields.values())
-        return Node(type="dict", names=names, children=children) if children else None
-    if fields.get("clazz") == "ValueMetadataEntry":
+        return _rich_node("dict", fields, file)
+    if clazz == "ValueMetadataEntry":
         return None
     entries = expect(fields.get("entries"), list, "'entries'", file=file)
     if category == "custom":
-        children = tuple(_decode_rich(child, file) for child in entries)
-        kind = "tuple" if fields.get("clazz") == "tuple" else "list"
-        return Node(type=kind, names=_indices(children), children=children) if children else None
+        node = _decode_rich(entries, file)
+        return replace(node, type="tuple") if node is not None and clazz == "tuple" else node
     pairs = [expect(entry, dict, "an entry", file=file) for entry in entries]
-    return Node(
-        type="class",
-        names=tuple(expect(pair.get("key"), str, "'key'", file=file) for pair in pairs),
-        children=tuple(_decode_rich(pair.get("value"), file) for pair in pairs),
-        cls=(str(fields.get("module")), str(fields.get("clazz"))),
-    )
+    keys = [expect(pair.get("key"), str, "'key'", file=file) for pair in pairs]
+    node = _rich_node("class", dict(zip(keys, (x.get("value") for x in pairs), strict=True)), file)
+    return replace(node or Node(type="class"), cls=(str(fields.get("module")), str(clazz)))
 
 
-def _indices(children: Sequence[object]) -> tuple[str, ...]:
-    return tuple(str(i) for i in range(len(children)))
+def _rich_node(kind: Any, below: Mapping[str, object], file: str) -> Node | None:
+    children = tuple(_decode_rich(child, file) for child in below.values())
+    return Node(type=kind, names=tuple(below), children=children) if children else None
