@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, final
 
-from jaxckpt._disk.attempt import Attempts, Check, Fence, Work, read_small, warn
+from jaxckpt._disk.attempt import UNLOCKED, Attempts, Check, Fence, Work, read_small, warn
 from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.storage import Entry, Storage, beside, listing
@@ -52,10 +52,18 @@ class RenameCommit(Attempts):
 
     def _remove_leftover(self) -> None:
         """Removes a temporary directory of ours unless its writer lives."""
+        storage, writer, hold = self.storage, f"{self.path}/{names.WRITER}", UNLOCKED
         with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
-            if not _may_be_written(self):
-                warn(self.path, self._REMAINS)
-                self.remove()
+            try:
+                if storage.kind(writer) == "file" and (hold := storage.hold(writer)) is None:
+                    warn(self.path, self._LEFT_ALONE)
+                    return
+            except io.UnsupportedOperation:
+                warn(self.path, _NO_LOCKS)
+                return
+            hold.release()
+            warn(self.path, self._REMAINS)
+            self.remove()
 
     def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
         return {}  # they have other names
@@ -125,22 +133,6 @@ class RenameCommit(Attempts):
         self, aside: str, *, check: Check, doomed: contextlib.AbstractContextManager[object]
     ) -> None:
         take_away(self.storage, self.path, aside, check=check)
-
-
-def _may_be_written(left: RenameCommit) -> bool:
-    writer = f"{left.path}/{names.WRITER}"
-    if left.storage.kind(writer) != "file":
-        return False
-    try:
-        hold = left.storage.hold(writer)
-    except io.UnsupportedOperation:
-        warn(left.path, _NO_LOCKS)
-        return True
-    if hold is None:
-        warn(left.path, left._LEFT_ALONE)
-        return True
-    hold.release()
-    return False
 
 
 def _doomed(path: str) -> str:
