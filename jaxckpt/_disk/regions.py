@@ -23,8 +23,8 @@ from jaxckpt.format.tree import Leaf, grid_of
 
 _LARGE_CHUNK_BYTES: Final = 1 << 30
 
-# A read in flight: its bytes beside the buffers, the futures, and a function for each result.
-_Task = tuple[int, Sequence[Any], Callable[[Any], None]]
+# A read in flight: its bytes beside the buffers, and calls that wait for it and use it, in order.
+_Task = tuple[int, Sequence[Callable[[], object]]]
 
 
 class Regions:
@@ -62,9 +62,9 @@ class Regions:
             if self._error is not None:
                 raise self._error
             while self._pending:
-                size, pending, then = self._pending.popleft()
-                for one in pending:
-                    then(one.result())
+                size, calls = self._pending.popleft()
+                for call in calls:
+                    call()
                 self._under_way -= size
                 landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
                 self._fill_window()
@@ -90,7 +90,7 @@ class Regions:
     def _issue(self) -> Iterator[_Task]:
         from jaxckpt.storage._arrays import chunk_shape_of, read_into, shape_of
 
-        array = self._array.result()
+        array = self._array()
         if shape_of(array) != self._stored.shape:
             raise ValueError(
                 f"the array has shape {shape_of(array)}, the tree has {self._stored.shape}"
@@ -109,11 +109,7 @@ class Regions:
         casts = self._dtype != self._read.dtype
         if not casts and self._read.total_bytes <= self._window_bytes:
             outs = [self._buffers[i] for i in index]
-            yield (
-                self._read.total_bytes,
-                read_into(array, [box.slices for box in boxes], outs),
-                lambda _: None,
-            )
+            yield self._read.total_bytes, read_into(array, [box.slices for box in boxes], outs)
             return
         for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
             parts = [(index[target], part) for target, part in region.parts]
@@ -121,12 +117,12 @@ class Regions:
             if not casts:
                 wheres = [part.slices for _, part in parts]
                 outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
-                yield size, read_into(array, wheres, outs), lambda _: None
+                yield size, read_into(array, wheres, outs)
                 continue
             # TensorStore's own cast differs from numpy's for some 8-bit dtypes.
             temporary = np.empty(region.box.shape, self._dtype)
             pending = read_into(array, [region.box.slices], [temporary])
-            yield size, pending, self._divider(temporary, region.box, parts)
+            yield size, [*pending, partial(self._divide, temporary, region.box, parts)]
 
     def _try_chunk(self) -> None:
         # TensorStore aborts the process if it cannot allocate a chunk.
@@ -140,17 +136,13 @@ class Regions:
                     f"one of its chunks, {size} bytes"
                 ) from error
 
-    def _divider(
+    def _divide(
         self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]
-    ) -> Callable[[Any], None]:
-        def divide(_: Any) -> None:
-            for target, part in parts:
-                inside = part.within(self._read.boxes[target])
-                out, some = self._buffers[target][inside], values[part.within(box)]
-                leaf, path = self._read.leaf.text, self._item.path
-                out[...] = cast(some, out.dtype, leaf=leaf, where=path)
-
-        return divide
+    ) -> None:
+        for target, part in parts:
+            inside = part.within(self._read.boxes[target])
+            out, some = self._buffers[target][inside], values[part.within(box)]
+            out[...] = cast(some, out.dtype, leaf=self._read.leaf.text, where=self._item.path)
 
 
 def _touches(chunk_shape: Sequence[int], boxes: Sequence[Box], index: tuple[int, ...]) -> bool:

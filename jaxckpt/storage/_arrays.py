@@ -13,7 +13,8 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import tensorstore as ts
@@ -108,17 +109,6 @@ def _url(base: Mapping[str, Any]) -> str:
     return base["path"] if scheme is None else f"{scheme}://{base['bucket']}/{base['path']}"
 
 
-class _Waited(NamedTuple):
-    """A result of TensorStore that is waited for with a limit."""
-
-    pending: Any
-    spec: Mapping[str, Any] | ts.TensorStore
-
-    def result(self) -> Any:
-        """Waits for the result; raises ValueError or OSError if the operation failed."""
-        return _wait(self.pending, self.spec)
-
-
 class Keys:
     """Byte strings by name, in any key-value store that TensorStore can open.
 
@@ -209,8 +199,8 @@ class Reader:
         *,
         fill_missing: bool,
         touches: Callable[[tuple[int, ...]], bool] | None = None,  # for `StagedReader`
-    ) -> _Waited:
-        """Starts to open an array; the result is for `read_into`."""
+    ) -> Callable[[], Any]:
+        """Starts to open an array; returns what waits for it, and returns it for `read_into`."""
         array = ts.open(
             {
                 "driver": "zarr3" if zarr_version == 3 else "zarr",
@@ -223,7 +213,7 @@ class Reader:
             open=True,
             read=True,
         )
-        return _Waited(array, self._spec)
+        return partial(_wait, array, self._spec)
 
 
 # --- compressed nodes of databases -----------------------------------------------------------
@@ -288,14 +278,15 @@ def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
 
 def read_into(
     array: ts.TensorStore, wheres: Sequence[tuple[slice, ...]], outs: Sequence[np.ndarray[Any, Any]]
-) -> list[_Waited]:
+) -> list[Callable[[], Any]]:
     """Starts to read parts of an array, each into an array of its shape and dtype.
 
+    Returns what waits for each; it raises ValueError or OSError if the read failed.
     Uses one batch: a chunk that several parts need is read, checked and decoded once.
     """
     with ts.Batch() as batch:
         return [
-            _Waited(ts.array(out, context=context()).write(array[where], batch=batch), array)
+            partial(_wait, ts.array(out, context=context()).write(array[where], batch=batch), array)
             for where, out in zip(wheres, outs, strict=True)
         ]
 

@@ -97,7 +97,7 @@ class _Fetched:
         self._spec, self._staged = in_memory()
         weakref.finalize(self, self._staged.clear).atexit = False
 
-    def result(self) -> Any:
+    def __call__(self) -> Any:
         self._fetch(self._staged)
         opened = Reader(self._spec, database=False)
-        return opened.open("", self._version, fill_missing=self._fill).result()
+        return opened.open("", self._version, fill_missing=self._fill)()

@@ -121,7 +121,7 @@ def test_only_the_wanted_chunks_are_fetched(root, make_mesh, ocdbt):
     reader = _staged.open_reader(storage, path, database=ocdbt)
 
     opened = reader.open("w/", 3, fill_missing=False, touches=lambda index: index == (1, 0))
-    array = opened.result()
+    array = opened()
 
     assert np.array_equal(array[256:512].read().result(), values[256:512])
     names = {key.partition("/")[2] for key in left_in_memory()}
