@@ -82,8 +82,7 @@ class Found:
     @property
     def removed(self) -> list[str]:
         """The recorded items whose directories another program removed; never the main item."""
-        recorded = self.contents(self.path) if self.record is not None else {}
-        if self.record is None or names.TREE_METADATA in recorded:
+        if self.record is None or names.TREE_METADATA in (recorded := self.contents(self.path)):
             return []
         there = {*self.entries(self.path), self.record.item, self.deleting}
         return [n for n, kind in recorded.items() if kind == "dir" and n not in there]

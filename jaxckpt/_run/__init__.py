@@ -34,7 +34,7 @@ A manager:
     comparisons  when replicas are compared, and what that found
     preemption   being told to stop
     roots        all directories of a run opened, and their newest step
-    by_hand      pinned, deleted, scrubbed: in all roots, and on the disk of each host
+    by_hand      going on from a step; pins, deletions, scrubs in all roots and on hosts' disks
     candidates   which copies of steps a restore tries, and in which order
     readings     what is read of a step: its state, or its items
     resume       the newest complete step, or the step before it

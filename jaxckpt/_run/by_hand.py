@@ -1,4 +1,4 @@
-"""Pins, deletes and scrubs steps by hand, in all roots of a run and on the disk of each host."""
+"""Goes on from, pins, deletes and scrubs steps by hand, in all roots and on the disks of hosts."""
 
 from __future__ import annotations
 
@@ -135,6 +135,23 @@ class ByHand:
     def newest(self) -> int | None:
         """Returns the newest step of the roots, as process 0 finds it."""
         return self._lead("newest", partial(newest_of, self.roots))
+
+    def go_on(self, step: int, first: int, *, is_newest: bool) -> None:
+        """Continues from a restored step; if `first` is another, some may have been set aside."""
+        for root in self.roots:
+            if not root.owner.is_guest or step in (root.known_steps() or ()):
+                root.owner.seen = max(root.owner.seen, step)
+        self.saver.comparisons.ask()
+        self.saver.position.come_from(step, is_newest=is_newest)
+        if not self.writes:
+            return
+        if step != first and not is_newest:
+            self.go_back()
+        elif step != first:
+            newest = self.newest()
+            self.saver.went_back(max(step, -1 if newest is None else newest), good=step)
+        elif is_newest and self.saver.is_behind(step):
+            self.saver.went_back(step, good=step)
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""

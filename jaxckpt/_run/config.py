@@ -86,6 +86,9 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "notice": ((Callable, NoneType), "a function"),
 }
 
+# Of a manager, in all processes.
+_ALIKE: Final = "directory step_prefix step_digits save keep run_metadata item compression".split()
+
 
 def manager_arguments(
     manager: Callable[..., object], config: Any, overrides: Mapping[str, Any]
@@ -199,12 +202,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         names.check_item(arguments["item"])
 
 
-def check_arguments_alike(processes: Processes, arguments: Mapping[str, Any]) -> None:
+def check_arguments_alike(processes: Processes, given: Mapping[str, Any]) -> None:
     """Raises in every process if one opens another run, or with other rules.
 
     Functions in policies are compared only by whether there is one.
     """
-    fields = {}
+    arguments, fields = {name: given[name] for name in _ALIKE}, {}
+    if (near := given["local"]) is not None:
+        arguments |= {"local.save": near.save, "local.keep": near.keep}
+        arguments["local.peers"] = bool(near.peers)
     for name, value in arguments.items():
         if isinstance(value, SavePolicy | KeepPolicy):
             of_policy = dataclasses.asdict(value)

@@ -10,17 +10,16 @@ thread    delete the steps that the policy does not keep           retention, de
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn, Self, final
+from typing import Any, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import as_step, check_names, check_type, explained, meant, zstd_level
+from jaxckpt._core.check import as_step, check_type, explained, zstd_level
 from jaxckpt._core.threads import MOST_S
 from jaxckpt._disk.find import read_step
 from jaxckpt._disk.pace import Pace
@@ -41,7 +40,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import watch
 from jaxckpt._run.ledger import failure
 from jaxckpt._run.opening import FORKED
-from jaxckpt._run.readings import ItemsReading, StateReading, shapes_of
+from jaxckpt._run.readings import ItemsReading, StateReading, request_of, shapes_of
 from jaxckpt._run.resume import NeverWhole, Resume
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import DURABLE, LOCAL, Root
@@ -57,7 +56,6 @@ from jaxckpt.multihost import Group, current, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _Reading = StateReading | ItemsReading
-_OPTIONS: Final = tuple(x.name for x in fields(RestoreRequest) if x.name != "unmatched")
 
 
 @final
@@ -153,7 +151,7 @@ class CheckpointManager:
             StepExists: `directory` or `local` lies inside a checkpoint.
             ProcessesDisagree: the directories or policies of the processes differ.
         """
-        check_arguments(locals())
+        check_arguments(given := {**locals()})
         zstd = None if compression is None else zstd_level(MANAGER, compression)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming, near = None, LocalTier(local) if isinstance(local, str | os.PathLike) else local
@@ -162,7 +160,8 @@ class CheckpointManager:
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         self.mode, self.keep = mode, keep
         self.restored_step: int | None = None
-        self._item, self._on_progress = item, on_progress
+        limits: Any = {"budget_bytes": budget_bytes, "timeout_s": timeout_s}
+        self._item, self._request = item, partial(request_of, on_progress=on_progress, **limits)
         self._processes, writes = current().within(timeout_s), mode == "w"
         at = partial(Root.at, naming=naming)
         group = Group.together(self._processes)
@@ -170,13 +169,8 @@ class CheckpointManager:
         self._index = self._directory.index
         self.directory = root = self._index.root
         if writes and self._processes.count > 1:
-            arguments = {"directory": root, "step_prefix": step_prefix}
-            arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
-            arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
-            if near is not None:
-                arguments |= {"local.save": near.save, "local.keep": near.keep}
-                arguments["local.peers"] = bool(near.peers)
-            check_arguments_alike(self._processes, arguments)
+            given |= {"directory": root, "run_metadata": metadata, "compression": zstd}
+            check_arguments_alike(self._processes, {**given, "local": near})
         self._tiers, self._roots = None, (self._directory,)
         if near is not None:
             pace = Pace(save.max_write_bytes_per_s)
@@ -389,14 +383,9 @@ class CheckpointManager:
             TreeMismatch: `like` or an item does not fit.
         """
         self._begin_call()
-        reading = self._reading(like, items, self._request(options))
+        reading = self._reading(like, items, self._request("restore", options))
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, goes_on=step == "latest")
-
-    def _request(self, options: Mapping[str, Any], who: str = "restore") -> RestoreRequest:
-        check_names(f"{who} takes no argument", options, _OPTIONS, _suggest_option)
-        limits = {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s}
-        return RestoreRequest(**{"on_progress": self._on_progress, **limits, **options})
 
     def _reading(
         self, like: Any, items: Mapping[str, object] | None, request: RestoreRequest
@@ -406,32 +395,12 @@ class CheckpointManager:
         about: Any = {"processes": self._processes, "run": self.directory, "request": request}
         return StateReading(item=self._item, like=like, objects=objects, **about)
 
-    def _go_on(
-        self, found: tuple[int, int, Any], reading: _Reading, *, goes_on: bool
-    ) -> Any:  # any pytree, or items by name
-        """Sets the states of objects, and continues from the step that was read, if wanted."""
+    def _go_on(self, found: tuple[int, int, Any], reading: _Reading, *, goes_on: bool) -> Any:
+        """Returns the state that was read, having set objects, and continues from it if wanted."""
         first, self.restored_step, state = found
-        for root in self._roots:
-            if not root.owner.is_guest or self.restored_step in (root.known_steps() or ()):
-                root.owner.seen = max(root.owner.seen, self.restored_step)
-        self._saver.comparisons.ask()
-        position = self._saver.position
-        position.come_from(self.restored_step, is_newest=goes_on)
         if isinstance(reading, StateReading):
-            newest = max(position.floor or 0, position.base or 0)
-            position.later = range(self.restored_step + 1, newest + 1)
-            self._saver.timings.append(reading.meter.timing())
-            restore_s = time.monotonic() - reading.start_s
-            self._saver.due.record(restore_s=restore_s)
-            self._saver.ledger.restored(self.restored_step, restore_s)
-        if self.mode == "w" and self.restored_step != first and not goes_on:
-            self._by_hand.go_back()  # some may have been set aside
-        elif self.mode == "w" and self.restored_step != first:
-            newest = self._by_hand.newest()  # some were set aside
-            newest = max(self.restored_step, -1 if newest is None else newest)
-            self._saver.went_back(newest, good=self.restored_step)
-        elif self.mode == "w" and goes_on and self._saver.is_behind(self.restored_step):
-            self._saver.went_back(self.restored_step, good=self.restored_step)
+            self._saver.restored(self.restored_step, reading.meter, reading.start_s)
+        self._by_hand.go_on(self.restored_step, first, is_newest=goes_on)
         reading.set_objects(state)  # last: an object of one process may raise
         return state
 
@@ -463,7 +432,7 @@ class CheckpointManager:
         self._begin_call()
         check_type("restore_or", "init", init, Callable, "a function that makes the first state")
         report = self._resume.report_alike  # globs may be for steps of older code
-        request = replace(self._request(options, "restore_or"), unmatched=report)
+        request = replace(self._request("restore_or", options), unmatched=report)
         reading = self._reading(None, items, request)
         steps = self._resume.of("latest")
         if not steps:
@@ -504,7 +473,7 @@ class CheckpointManager:
             processes=self._processes,
             run=self.directory,
             targets=None if items is None else dict(items),
-            request=self._request({}),
+            request=self._request("restore_items", {}),
         )
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, goes_on=step == "latest")
@@ -690,7 +659,3 @@ class CheckpointManager:
 def saver_of(manager: CheckpointManager) -> Saver:
     """Returns the saving half of a manager, for the drop-in, which decides and waits as Orbax."""
     return manager._saver
-
-
-def _suggest_option(name: str, known: Sequence[str]) -> str:
-    return meant("restore", name, [*known, "like", "items", "fallback"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import jax
 
+from jaxckpt._core.check import check_names, meant
 from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found, while_current
 from jaxckpt._disk.item import open_item, stand_in
@@ -23,6 +24,17 @@ from jaxckpt.multihost import Processes
 
 T = TypeVar("T")
 Check = Callable[[Found | None], None]
+_OPTIONS: Final = tuple(x.name for x in fields(RestoreRequest) if x.name != "unmatched")
+
+
+def request_of(who: str, options: Mapping[str, Any], **defaults: Any) -> RestoreRequest:
+    """Returns the request for a call with these options of `jaxckpt.restore`."""
+    check_names(f"{who} takes no argument", options, _OPTIONS, _suggest_option)
+    return RestoreRequest(**{**defaults, **options})
+
+
+def _suggest_option(name: str, known: Sequence[str]) -> str:
+    return meant("restore", name, [*known, "like", "items", "fallback"])
 
 
 @final

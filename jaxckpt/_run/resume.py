@@ -84,6 +84,7 @@ class Resume(Candidates):
         """
         copies = self.of(wanted) if copies is None else copies
         fallback = fallback and isinstance(wanted, str)
+        anew = partial(self.first_whole, wanted, reading, fallback=fallback)
         if not copies:
             what = f"{self._name} {self.roots[-1].index.emptiness()}. Is it the right directory?"
             raise CheckpointNotFound(f"{what} A new run starts with restore_or(init).")
@@ -111,14 +112,11 @@ class Resume(Candidates):
             if again and not (attempt.mark in _BAD or failure):
                 again -= 1
                 if (now := self.of(wanted)) != copies:
-                    start = partial(self.first_whole, wanted, reading, fallback=fallback)
-                    return copies[0].step, *start(copies=now, again=again)[1:]
+                    return copies[0].step, *anew(copies=now, again=again)[1:]
         if failure is not None:
             raise failure
         if any(attempt.mark == "marked" for attempt in damaged):
-            return self.first_whole(
-                wanted, reading, fallback=fallback, copies=copies, again=0, avoids_marked=False
-            )
+            return anew(copies=copies, again=0, avoids_marked=False)
         if len(copies) == 1 and damaged[0].is_first:
             raise NeverWhole(damaged[0].problem)
         if not fallback:
@@ -180,9 +178,8 @@ class Resume(Candidates):
             met.check(None if isinstance(error, ProcessesDisagree) else error, what)
         if _FAILED in met.marks.values():
             failure = met.error(error if mark == _FAILED else None, what)
-        who, problem = next(
-            ((i, met.problems[i]) for i, found in met.marks.items() if found), (0, None)
-        )
+        bad = ((i, met.problems[i]) for i, found in met.marks.items() if found)
+        who, problem = next(bad, (0, None))
         if problem is not None and self.processes.count > 1:
             problem = f"process {who} on {met.values[who]}: {problem}"
         worst = next((m for m in _DAMAGE if m in met.marks.values()), "")
@@ -206,10 +203,9 @@ class Resume(Candidates):
         disks = Coverage(local, directory, step, self.processes, self.budget_bytes)
         with closing(disks.scratch):
             problem, error = disks.introduce(), None
+            read = partial(self._try, copy, reading, avoids_marked=avoids_marked)
             while problem is None:
-                attempt = self._try(
-                    copy, reading, avoids_marked=avoids_marked, index=disks.scratch.index
-                )
+                attempt = read(index=disks.scratch.index)
                 if attempt.problem is None or attempt.mark == "marked" or attempt.failure:
                     break
                 error = attempt.error if attempt.is_mine else None

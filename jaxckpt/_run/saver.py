@@ -195,6 +195,15 @@ class Saver:
         if self._tiers is not None:
             self._tiers.sender.go_back(newest)
 
+    def restored(self, step: int, meter: Meter, start_s: float) -> None:
+        """Records a restore of the state; later steps that are there stay, and are reported."""
+        newest = max(self.position.floor or 0, self.position.base or 0)
+        self.position.later = range(step + 1, newest + 1)
+        self.timings.append(meter.timing())
+        restore_s = time.monotonic() - start_s
+        self.due.record(restore_s=restore_s)
+        self.ledger.restored(step, restore_s)
+
     def is_behind(self, step: int) -> bool:
         """Returns whether a step was unknown, as when the directory was away; all answer alike."""
         return all(n is None or n < step for n in (self.position.agreed, self.position.floor))
