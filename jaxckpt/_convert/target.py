@@ -20,13 +20,14 @@ from typing import Final
 from jaxckpt._convert.source import Leaves, Tile, Values
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
+from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
 from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.places import last_files
 from jaxckpt._disk.tensors import run_shape
-from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
+from jaxckpt._disk.transaction import Transaction, begin
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import CheckpointError, StepExists, UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree

@@ -4,7 +4,7 @@ transaction  begin, commit or abort; its docstring is the commit, line by line
 commit       which of the two ways to commit and to delete a checkpoint has
 by_rename    the first way, and recovery after a crash
 by_marker    the second, in stores
-attempt      what both share
+attempt      what both share, and the error of a failed save
 removal      one item deleted; what lies in a checkpoint without being part of it
 writer       one process's share of the arrays
 data_files   its files, written in one pass; TensorStore compresses

@@ -1,16 +1,18 @@
-"""The base of both ways to commit a checkpoint; see `commit`."""
+"""The base of both ways to commit a checkpoint (see `commit`), and the error of a failed save."""
 
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, NoReturn
 
-from jaxckpt.errors import SaveFailed
+from jaxckpt._core.text import size_text
+from jaxckpt.errors import CheckpointError, SaveFailed, StoreError, is_full, os_code_in
 from jaxckpt.format import names, step
-from jaxckpt.storage import Hold, Storage
+from jaxckpt.storage import Hold, Storage, free_bytes
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -76,3 +78,33 @@ def read_small(storage: Storage, file: str) -> str | None:
 def warn(path: str, text: str) -> None:
     """Logs a warning about a save."""
     _logger.warning("%s: %s", path, text)
+
+
+def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:
+    """Raises the error of a failed save: a storage's error inside SaveFailed, others as they are.
+
+    Args:
+        size_bytes: Size of the values that this process saves, for the error of a full disk.
+    """
+    of_storage = isinstance(error, StoreError) or not isinstance(error, CheckpointError)
+    if not (of_storage and isinstance(error, Exception)):
+        raise error
+    cause, code = error, os_code_in(str(error))
+    if code is not None and not isinstance(error, StoreError):
+        cause = OSError(code, os.strerror(code), path)
+        cause.__cause__ = error
+    full = ""
+    if is_full(cause):
+        free = free_bytes(posixpath.dirname(path))
+        what = f"This process saves {size_text(size_bytes)}; free" if size_bytes else "Free"
+        full = (
+            f" {what} now: "
+            f"{'unknown' if free is None else size_text(free)}. Delete what is not needed, such as "
+            "old steps, or save elsewhere."
+        )
+    # TensorStore's text names the file that it could not write.
+    told = f"{cause}" if cause is error else f"{cause} ({error})"
+    raise SaveFailed(
+        f"{path}: the save failed: {type(cause).__name__}: {told}.{full} Any earlier "
+        "checkpoint, and this one if it was committed, is complete and can be restored."
+    ) from cause

@@ -347,8 +347,7 @@ def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
 def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
     if names.is_temporary(posixpath.basename(path)):
         raise _uncommitted(storage, path)
-    around = _checkpoint_around(storage, path)
-    if around is not None:
+    if (around := _checkpoint_around(storage, path)) is not None:
         return around
     if not _CHECKPOINT_MARKS.isdisjoint(entries):
         return read_found(storage, path, entries)

@@ -289,7 +289,6 @@ def pointer_problem(storage: Storage, file: str) -> str | None:
 class JsonItem:
     """An item that is one JSON value."""
 
-    found: Found
     name: str
     value: Any
 

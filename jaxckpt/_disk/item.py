@@ -42,7 +42,7 @@ def read_item(found: Found, name: str | None = None) -> Item | JsonItem | Undeco
     inside = found.contents(path)
     if (file := json_name(found, path)) is not None:
         value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")
-        return JsonItem(found=found, name=name, value=value)
+        return JsonItem(name=name, value=value)
     found.refuse_holes(path)
     if names.TREE_METADATA not in inside:
         if name and not is_item(found, path):

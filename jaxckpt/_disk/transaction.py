@@ -43,7 +43,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
 from jaxckpt._core.text import size_text
 from jaxckpt._disk.attempt import Fence, read_small, warn
@@ -54,11 +54,8 @@ from jaxckpt.errors import (
     CheckpointError,
     SaveFailed,
     StepExists,
-    StoreError,
     UnsupportedFormat,
-    is_full,
     is_io_failure,
-    os_code_in,
 )
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
@@ -66,7 +63,6 @@ from jaxckpt.storage import (
     Entry,
     Hold,
     Storage,
-    free_bytes,
     is_temporary_file,
     listing,
     real,
@@ -161,7 +157,7 @@ class Transaction:
                 commit_of(self.storage, old).remove()
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
-        self.release()
+        self.hold.release()
 
     def _take_along(self) -> None:
         """Copies the small files that other programs put into the checkpoint to be replaced.
@@ -188,10 +184,6 @@ class Transaction:
         except OSError as failure:
             warn(self.work, f"cannot be removed: {failure}. The next save here tries again.")
             _left[self.path, self.token] = self
-        self.release()
-
-    def release(self) -> None:
-        """Releases the lock that shows that this writer lives."""
         self.hold.release()
 
     def _add(
@@ -304,7 +296,7 @@ def begin(
             if token is None:
                 transaction.abort(error)
             else:  # other processes write there: the caller removes it when they have stopped
-                transaction.release()
+                transaction.hold.release()
             raise
         else:
             return transaction
@@ -475,33 +467,3 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
         known = {*names.TOP_FILES, *(items if len(items) == 1 else ())}
         known |= {name for name in inside if names.is_part_of_tree(name)}
     return {name for name in inside - known if not is_temporary_file(name)}
-
-
-def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:
-    """Raises the error of a failed save: a storage's error inside SaveFailed, others as they are.
-
-    Args:
-        size_bytes: Size of the values that this process saves, for the error of a full disk.
-    """
-    of_storage = isinstance(error, StoreError) or not isinstance(error, CheckpointError)
-    if not (of_storage and isinstance(error, Exception)):
-        raise error
-    cause, code = error, os_code_in(str(error))
-    if code is not None and not isinstance(error, StoreError):
-        cause = OSError(code, os.strerror(code), path)
-        cause.__cause__ = error
-    full = ""
-    if is_full(cause):
-        free = free_bytes(posixpath.dirname(path))
-        what = f"This process saves {size_text(size_bytes)}; free" if size_bytes else "Free"
-        full = (
-            f" {what} now: "
-            f"{'unknown' if free is None else size_text(free)}. Delete what is not needed, such as "
-            "old steps, or save elsewhere."
-        )
-    # TensorStore's text names the file that it could not write.
-    told = f"{cause}" if cause is error else f"{cause} ({error})"
-    raise SaveFailed(
-        f"{path}: the save failed: {type(cause).__name__}: {told}.{full} Any earlier "
-        "checkpoint, and this one if it was committed, is complete and can be restored."
-    ) from cause

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxckpt._core.check import as_new_step, explained
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.find import find, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current, is_current
 from jaxckpt._disk.item import open_item
@@ -100,7 +101,7 @@ def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
         transaction.abort(error)
         if isinstance(error, FileNotFoundError | CorruptCheckpoint) and not is_current(found):
             raise deleted(found.path, error) from error
-        _transaction.raise_save_error(path, error)
+        raise_save_error(path, error)
     return path
 
 

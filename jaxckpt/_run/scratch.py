@@ -67,7 +67,7 @@ class Scratch:
 
     def close(self) -> None:
         for attempt in self._attempts:
-            attempt.release()
+            attempt.hold.release()
         try:
             self.share.storage.delete(self._folder)
         except OSError as error:

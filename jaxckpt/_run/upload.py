@@ -26,6 +26,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.data_files import COPIED_BYTES
@@ -167,17 +168,17 @@ def upload(
                 target.storage.write(f"{work.path}/{names.PINNED}", b"")
             attempt.commit(files, found.uploaded(record), known=known)
         elif attempt is not None:
-            attempt.release()
+            attempt.hold.release()
     except BaseException as error:
         if _is_gone(found, error):
             if attempt is not None:
                 attempt.abort(error)  # nothing would go on with what was sent
             raise deleted(found.path, error) from error
         if attempt is not None:
-            attempt.release()  # the sent files stay for the next upload
+            attempt.hold.release()  # the sent files stay for the next upload
             if not is_io_failure(error):
                 sending.withdraw()
-        _transaction.raise_save_error(path, error)
+        raise_save_error(path, error)
     if not lacks:
         linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
         sending.trusted.update(linked)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt._core.threads import Latch
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.attempt import Work, warn
+from jaxckpt._disk.attempt import Work, raise_save_error, warn
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.transaction import Overwrite, Transaction
 from jaxckpt._progress.meter import Meter
@@ -194,7 +194,7 @@ class SaveJob:
             elif request.group.leads and request.token is not None:
                 # Other processes may have written where process 0 could not.
                 Transaction(request.storage, request.path, request.token, False).abort(error)
-            _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
+            raise_save_error(request.path, error, size_bytes=self.size_bytes)
         finally:
             self.leave()
             self._before.clear()

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import check_type, explained, zstd_level
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save.handle import SaveHandle
@@ -85,9 +86,8 @@ def save(
         ...     jaxckpt.restore(f"{folder}/a")
         {'w': array([0, 1, 2])}
     """
-    options = {"item": item, "dtype": dtype, "compression": compression}
-    options["on_progress"] = on_progress
-    request = prepare(path, tree, overwrite, custom_metadata, copy=False, **options)
+    options = (overwrite, custom_metadata, item, dtype, compression, on_progress)
+    request = prepare(path, tree, *options, copy=False)
     SaveJob(request).run()
     request.meter.raise_error()
 
@@ -110,9 +110,8 @@ def save_async(
     raised here, as by `save`; the handle raises later errors. The interpreter exits only after the
     save has ended.
     """
-    options = {"item": item, "dtype": dtype, "compression": compression}
-    options["on_progress"] = on_progress
-    return start(prepare(path, tree, overwrite, custom_metadata, copy=True, **options))
+    options = (overwrite, custom_metadata, item, dtype, compression, on_progress)
+    return start(prepare(path, tree, *options, copy=True))
 
 
 def start(request: SaveRequest) -> SaveHandle:
@@ -135,12 +134,12 @@ def prepare(
     value: object,
     overwrite: Overwrite,
     custom_metadata: Mapping[str, Any] | None,
-    *,
-    copy: bool,
     item: str | None = names.STATE_ITEM,
     dtype: Any = None,  # whatever numpy takes for a dtype
     compression: str | None = None,
     on_progress: OnProgress | None = None,
+    *,
+    copy: bool,
 ) -> SaveRequest:
     """Copies this process's share of the caller's tree to the host."""
     processes = current()
@@ -197,7 +196,7 @@ def _check_target(storage: Storage, path: str, overwrite: Overwrite) -> None:
         around = listing(storage, posixpath.dirname(path))
         _transaction.check_target(storage, path, around, overwrite=overwrite)
     except OSError as error:  # also if the directory cannot be listed
-        _transaction.raise_save_error(path, error)
+        raise_save_error(path, error)
 
 
 def check_metadata(

@@ -180,9 +180,8 @@ class DefaultCheckpointHandlerRegistry:
 
     def __init__(self, other_registry: Any = None) -> None:
         self._entries: dict[tuple[str | None, type], Any] = {}
-        for (item, cls), handler in (
-            other_registry.get_all_entries().items() if other_registry else ()
-        ):
+        others = other_registry.get_all_entries() if other_registry else {}
+        for (item, cls), handler in others.items():
             self.add(item, cls, handler)
 
     def add(self, item: str | None, args: Any, handler: Any = None) -> None:
@@ -240,8 +239,8 @@ class CompositeCheckpointHandler(Ours):
         entries = DefaultCheckpointHandlerRegistry(handler_registry).get_all_entries()
         self._entries: Mapping[tuple[str | None, type], Any] = entries
         self._named = {item: handler for (item, _), handler in entries.items() if item is not None}
-        given = {name: one for name, one in items_and_handlers.items() if one is not None}
-        self._named |= {name: as_ours(one) for name, one in given.items()}
+        given = items_and_handlers.items()
+        self._named |= {name: as_ours(one) for name, one in given if one is not None}
         self._declared = {*item_names, *items_and_handlers} or None
 
     def declare(self, name: str, handler: Any) -> None:

@@ -470,7 +470,7 @@ def test_what_the_processes_of_the_next_try_have_written_stays(left):
     theirs = f"{world.path}/state/{names.new_data_file('2' * 16)}"
     storage.write(theirs, b"2")
 
-    _transaction.begin(storage, world.path, overwrite=False, token="2" * 16).release()
+    _transaction.begin(storage, world.path, overwrite=False, token="2" * 16).hold.release()
 
     assert [storage.kind(one) for one in (file, theirs)] == [None, "file"]
 
