@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -85,6 +86,25 @@ def limits(monkeypatch):
             monkeypatch.setattr(module, name, value)
 
     return limits
+
+
+@pytest.fixture
+def free_space(monkeypatch):
+    """Decides how many bytes the disk of a path has left.
+
+    `free_space(lambda path: 0 if is_full else 1 << 40)`; what really is left, if it returns None.
+    """
+
+    def free_space(free_bytes):
+        usage = shutil.disk_usage
+
+        def disk_usage(path):
+            found = free_bytes(path)
+            return usage(path) if found is None else usage("/")._replace(free=found)
+
+        monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+
+    return free_space
 
 
 @pytest.fixture

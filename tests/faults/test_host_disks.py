@@ -1076,11 +1076,10 @@ def test_a_pin_is_on_the_disk_of_each_host(tmp_path):
     assert simulate(2, run) == [([1], False), ([1, 2], False)]
 
 
-def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, free_space):
     """A process that has sent its part does not take the step for durable."""
     slow, full = Slow(names.RECORD, "/run/"), []
-    free_bytes = lambda path: 0 if any(host in path for host in full) else None  # noqa: E731
-    monkeypatch.setattr("jaxckpt._run.tiers.free_bytes", free_bytes)
+    free_space(lambda path: 0 if any(host in path for host in full) else None)
 
     def run(processes):
         with manager_of(tmp_path, processes.index, slow) as manager:
@@ -1101,11 +1100,10 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
     assert simulate(2, run) == [[True, False]] * 2
 
 
-def test_a_full_disk_keeps_the_newest_step_of_all_disks(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_newest_step_of_all_disks(tmp_path, free_space):
     """Not only a newer one that another process could not commit."""
     failing, full = Failing("nothing", "/host0/"), []
-    free_bytes = lambda path: 0 if any(host in path for host in full) else None  # noqa: E731
-    monkeypatch.setattr("jaxckpt._run.tiers.free_bytes", free_bytes)
+    free_space(lambda path: 0 if any(host in path for host in full) else None)
 
     def run(processes):
         with manager_of(tmp_path, processes.index, failing, every=10, **LOCAL) as manager:

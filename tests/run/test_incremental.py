@@ -22,11 +22,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
 from jaxckpt._core import fingerprint
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._disk.data_files import DataFiles
-from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import job
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.storage import LocalStorage, PathIn, locate
@@ -125,16 +123,19 @@ def test_weights_of_four_bits_are_shared(ram_path, where, staged, compression):
 
 
 @pytest.mark.usefixtures("accelerators")
-def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
+def test_no_save_waits_for_a_compiler(ram_path, staged, request):
     """The programs are compiled after the first commit; then fingerprints are taken, and used."""
-    compiled, kept = [], frozen()
-    main, lower = threading.get_ident(), jax.stages.Lowered.compile
+    # Of a shape that no other test has: jax compiles a program once.
+    kept = {f"w{i:02}": jax.random.normal(jax.random.key(i), (128, 129)) for i in range(16)}
+    whole = sum(value.nbytes for value in kept.values())
+    compiled, main = [], threading.get_ident()
 
-    def compiling(lowered, *args):
-        compiled.append(threading.get_ident())
-        return lower(lowered, *args)
+    def note(event, _, **about):
+        if event.endswith("backend_compile_duration") and "_reduce" in about["fun_name"]:
+            compiled.append(threading.get_ident())
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(note))
     with CheckpointManager(ram_path) as manager:
         for step in range(1, 7):
             state = lora(step, copied(kept) if step < 6 else kept)
@@ -144,7 +145,7 @@ def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
 
     assert compiled
     assert main not in compiled
-    assert [found > FROZEN for found in staged] == [True, True, True, False, False, False]
+    assert [found > whole for found in staged] == [True, True, True, False, False, False]
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -433,13 +434,12 @@ def test_a_local_tier(ram_path, where, staged):
         assert jaxckpt.verify(ram_path / "run" / str(step)).ok
 
 
-def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, where, monkeypatch):
+def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, where, free_space):
     """It goes to the directory; or the step before, which is there too, makes room for it."""
-    kept, room = frozen(), []
-    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
+    kept, fills = frozen(), {3: ram_path, 6: ram_path / "local" / "5"}
+    free_space(lambda _: 0 if step in fills and fills[step].exists() else 1 << 40)
     with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
-        for step, answers in enumerate(([], [], [False, False], [], [], [True, False], []), 1):
-            room[:] = answers
+        for step in range(1, 8):
             manager.save(step, lora(step, kept)).durable()
             manager.wait_until_finished()
             assert same(manager.restore(), lora(step, kept))
@@ -451,31 +451,33 @@ def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, wh
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
 
 
-def hold_writes(monkeypatch):
-    """Lets the next saves write their values only once the returned event is set."""
-    gate, write = threading.Event(), DataFiles.write
+class Gated(LocalStorage):
+    """A disk to which values are written only while `gate` is set."""
 
-    def waits(self, *args, **options):
-        assert gate.wait(60)
-        return write(self, *args, **options)
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
 
-    monkeypatch.setattr(DataFiles, "write", waits)
-    return gate
+    def write(self, path, data):
+        assert isinstance(data, bytes) or self.gate.wait(60)  # else it is a file of values
+        super().write(path, data)
 
 
-def test_room_may_be_made_of_what_a_save_under_way_refers_to(ram_path, where, monkeypatch):
-    kept, room = frozen(), []
-    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
-    with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
+def test_room_may_be_made_of_what_a_save_under_way_refers_to(ram_path, where, free_space):
+    kept, free, disk = frozen(), [1 << 40], Gated()
+    free_space(lambda _: free[0])
+    local = LocalTier(PathIn(disk, str(ram_path / "local")))
+    with CheckpointManager(ram_path / "run", local=local) as manager:
         for step in (1, 2):
             manager.save(step, lora(step, kept)).durable()
             manager.wait_until_finished()
-        gate = hold_writes(monkeypatch)
+        disk.gate.clear()
         manager.save(3, lora(3, kept))  # refers to 1
-        room[:] = [False, False]
+        free[0] = 0
         manager.save(4, lora(4, kept))
         assert manager.tiers["local"] == []
-        gate.set()
+        disk.gate.set()
         manager.wait_until_finished()
         assert manager.tiers["local"] == [3]
         assert same(jaxckpt.restore(ram_path / "local" / "3"), lora(3, kept))
@@ -564,19 +566,19 @@ def test_what_cannot_be_compared_is_written(ram_path, monkeypatch, when):
 
 
 @pytest.mark.parametrize("are", ["the same", "equal"])
-def test_an_earlier_step_may_be_deleted_during_a_save(ram_path, where, monkeypatch, are):
+def test_an_earlier_step_may_be_deleted_during_a_save(ram_path, where, are):
     """By another program: the links are made before the values are let go, or the values stay."""
-    kept = frozen()
-    with CheckpointManager(ram_path) as manager:
+    kept, disk = frozen(), Gated()
+    with CheckpointManager(PathIn(disk, str(ram_path))) as manager:
         for step in (1, 2):
             manager.save(step, lora(step, kept)).result()
             manager.wait_until_finished()
-        gate = hold_writes(monkeypatch)
+        disk.gate.clear()
         before = np.array(kept["w03"])
         saving = manager.save(3, lora(3, kept if are == "the same" else copied(kept)))
         shutil.rmtree(ram_path / "1")
         shutil.rmtree(ram_path / "2")
-        gate.set()
+        disk.gate.set()
         saving.result()
         manager.wait_until_finished()
         manager.save(4, lora(4, kept)).result()

@@ -26,7 +26,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._core.threads import daemons
 from jaxckpt._disk.find import find
-from jaxckpt._run import one_step, preemption, tiers, uploader
+from jaxckpt._run import one_step, preemption, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import upload_token
 from jaxckpt.errors import (
@@ -808,7 +808,7 @@ def test_an_opening_that_gets_through_late_looks_where_the_run_is(
 
 @pytest.mark.parametrize("is_same_run", [True, False])
 def test_a_full_disk_does_not_lead_into_a_run_that_has_gone_on(
-    of_another_job, local, store, limits, is_same_run
+    of_another_job, local, store, free_space, is_same_run
 ):
     """Nor into another run, which is at that path by now."""
     if not is_same_run:
@@ -818,7 +818,7 @@ def test_a_full_disk_does_not_lead_into_a_run_that_has_gone_on(
     store.away = OSError(errno.EIO, "away")
     manager = CheckpointManager(of_another_job, local=local, keep=KeepPolicy(last=1))
     manager.restore_or(lambda: state(0))
-    limits(tiers, _LEAST_ROOM_BYTES=1 << 62)  # no disk has as much
+    free_space(lambda _: 0)
     store.away = None
     with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
         manager.save(12, state(12)).result(60)
@@ -1351,10 +1351,10 @@ def test_commands_know_both_places(tmp_path, local):
 # --- a full disk -----------------------------------------------------------------------------
 
 
-def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch):
+def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, free_space):
     """First older steps go; then steps are saved in the directory itself, which is told once."""
     free = [1 << 40]
-    monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
+    free_space(lambda _: free[0])
     with CheckpointManager(
         tmp_path / "run", local=LocalTier(local, keep=KeepPolicy(last=3))
     ) as manager:
@@ -1375,11 +1375,11 @@ def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch
 
 
 def test_after_going_back_a_full_disk_keeps_a_step_that_is_nowhere_else(
-    tmp_path, local, store, monkeypatch
+    tmp_path, local, store, free_space
 ):
     """An upload of a later step, which was deleted, does not make the newest step durable."""
     free = [1 << 40]
-    monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
+    free_space(lambda _: free[0])
     tier = LocalTier(local, keep=KeepPolicy(last=3))
     with CheckpointManager(tmp_path / "run", local=tier) as manager:
         for step in (1, 5):
@@ -1644,7 +1644,7 @@ def test_what_comes_back_while_a_manager_closes_gets_the_steps(tmp_path, local, 
         assert reader.all_steps() == [10, 20]
 
 
-def test_a_full_disk_keeps_a_step_that_commits_meanwhile(tmp_path, local, limits):
+def test_a_full_disk_keeps_a_step_that_commits_meanwhile(tmp_path, local, free_space):
     """Steps are deleted before a save while the one before may still be written."""
     may_commit, handles, listings = threading.Event(), [], count(1)
 
@@ -1664,7 +1664,7 @@ def test_a_full_disk_keeps_a_step_that_commits_meanwhile(tmp_path, local, limits
         manager.save(10, state(10)).result()
         manager.wait_until_finished()
         handle = manager.save(20, state(20))
-        limits(tiers, _LEAST_ROOM_BYTES=1 << 62)  # no disk has as much
+        free_space(lambda _: 0)
         handles.append(handle)
         manager.save(30, state(30)).result()
 
