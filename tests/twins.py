@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxckpt.storage import Hold, PathIn, locate
+from jaxckpt.storage import Hold, LocalStorage, PathIn, locate
 from jaxckpt.storage._memory import MemoryStorage
 from jaxckpt.testing import WatchedStorage
 
@@ -21,6 +21,19 @@ def denied(path, folder, *verbs):
             raise PermissionError(13, "Permission denied", at)
 
     return watched(path, before)
+
+
+class ReadNotes(LocalStorage):
+    """A disk that notes what is read into memory: the path, and from where to where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[str, int, int]] = []
+
+    def read_into(self, path, offset, buffers):
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        self.taken.append((path, offset, offset + size))
+        super().read_into(path, offset, buffers)
 
 
 class LosingStorage(MemoryStorage):
