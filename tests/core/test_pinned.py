@@ -5,6 +5,7 @@ accelerators: what a save took must be what the arrays had when it was called, t
 donated or deleted in the next line.
 """
 
+import gc
 import logging
 import threading
 from functools import partial
@@ -116,10 +117,15 @@ def test_a_cast_is_checked_before_the_call_returns(tmp_path):
 
 @pytest.fixture
 def budget(monkeypatch):
-    """Sets the budget, with nothing taken from it."""
-    monkeypatch.setattr(pinned, "_taken_bytes", 0)
-    monkeypatch.setattr(pinned, "_returned", type(pinned._returned)())
-    return lambda size: monkeypatch.setattr(pinned, "budget_bytes", lambda: size)
+    """Sets the budget, beside what earlier tests have taken from it and not given back."""
+    gc.collect()
+    pinned.send([])  # counts what was given back
+
+    def budget(size):
+        pool = (size + pinned._taken_bytes) * 4 / 2**30
+        monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", f"{pool}")
+
+    return budget
 
 
 def test_what_does_not_fit_is_waited_for(tmp_path, budget):
@@ -200,6 +206,14 @@ def slowly(value):
     return value + jnp.asarray(0 * busy[0, 0], value.dtype)
 
 
+@pytest.fixture
+def away(monkeypatch):
+    """Lets restores count devices as such with memory of their own."""
+    for module in (transfer, restore):
+        monkeypatch.setattr(module, "is_away", lambda _: True)
+
+
+@pytest.mark.usefixtures("away")
 @pytest.mark.parametrize("spec", [P(), P("x")])
 def test_copies_to_devices_take_half_of_the_budget(tmp_path, monkeypatch, make_mesh, spec):
     """The leaves after them are read in the meantime."""
@@ -215,8 +229,6 @@ def test_copies_to_devices_take_half_of_the_budget(tmp_path, monkeypatch, make_m
         placed.append(slowly(to_device(*args)))
         return placed[-1]
 
-    monkeypatch.setattr(transfer, "is_away", lambda _: True)
-    monkeypatch.setattr(restore, "is_away", lambda _: True)
     monkeypatch.setattr(restore, "to_device", to_slow_device)
     got = jaxckpt.restore(tmp_path / "a", state, budget_bytes=8 * of_one)
 
@@ -226,6 +238,7 @@ def test_copies_to_devices_take_half_of_the_budget(tmp_path, monkeypatch, make_m
         assert np.array_equal(got[f"w{n:02}"], leaf + n)
 
 
+@pytest.mark.usefixtures("away")
 def test_a_failed_copy_to_a_device_fails_the_restore(tmp_path, monkeypatch):
     def lost(values):
         value = jax.device_put(values)
@@ -233,7 +246,6 @@ def test_a_failed_copy_to_a_device_fails_the_restore(tmp_path, monkeypatch):
         return value
 
     jaxckpt.save(tmp_path / "a", {"w": jnp.ones(3)})
-    monkeypatch.setattr(transfer, "is_away", lambda _: True)
     monkeypatch.setattr(restore, "to_default_device", lost)
     with pytest.raises(RuntimeError, match="deleted"):
         jaxckpt.restore(tmp_path / "a")

@@ -18,6 +18,7 @@ from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
 from tests.faults.children import tree
+from tests.twins import watched
 
 STEP = 2
 
@@ -192,15 +193,14 @@ def test_a_run_that_is_good_stays_as_it_is(run):
     assert entries(run) == before
 
 
-def test_the_processes_share_the_steps_and_agree(run, monkeypatch):
+def test_the_processes_share_the_steps_and_agree(run):
     """Each step is read by one process; all processes get all results."""
     flip(data_files(run / "2" / "state")[-1], 0.5)
     looked = []
-    verify_in = _scrub.verify_in
-    monkeypatch.setattr(_scrub, "verify_in", lambda *of: looked.append(of[1]) or verify_in(*of))
+    place = watched(run, lambda *call: looked.append(call))
 
     def scrub(me):
-        with jaxckpt.CheckpointManager(run) as manager:
+        with jaxckpt.CheckpointManager(place) as manager:
             reports = manager.scrub()
             return {n: report.ok for n, report in reports.items()}, manager.all_steps()
 
@@ -208,7 +208,8 @@ def test_the_processes_share_the_steps_and_agree(run, monkeypatch):
 
     assert told == [({1: True, 2: False, 3: True}, [1, 3])] * 2
     # A damaged step is read twice, and once more by who sets it aside.
-    assert sorted(os.path.basename(path) for path in looked) == ["1", *"2222", "3"]
+    shardings = {f"{run}/{n}/state/{names.SHARDING}": n for n in (1, 2, 3)}
+    assert sorted(shardings[at] for _, at in looked if at in shardings) == [1, 2, 2, 2, 2, 3]
 
 
 def test_a_reader_reports_and_sets_nothing_aside(run):
