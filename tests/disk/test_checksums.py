@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt._disk import reader
 from jaxckpt._disk.checksums import decode, starts_of, units_in
 from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
@@ -20,6 +19,7 @@ from jaxckpt.format.tree import StoredArray, grid_of
 from jaxckpt.storage import kvstore, locate
 from jaxckpt.storage._arrays import Keys
 from jaxckpt.storage._values import find_values
+from tests.inspect.test_verify import without_chunk_sums
 
 
 @st.composite
@@ -140,10 +140,9 @@ def test_verify_names_each_leaf(swapped):
     assert {problem.leaf for problem in report.problems if problem.leaf} == set(tree(1))
 
 
-def test_without_the_table_it_would_pass(swapped, monkeypatch):
+def test_without_the_table_it_would_pass(swapped):
     """A control: the chunks' own checksums do not show it."""
-    # Only the guard is off: without its file, the checkpoint itself would be refused.
-    monkeypatch.setattr("jaxckpt._disk.native._read_sums", lambda *of: None)
+    without_chunk_sums(swapped)
 
     got = jaxckpt.restore(swapped, as_numpy=True)
 
@@ -173,7 +172,7 @@ def test_the_table_says_what_the_chunks_end_with(saved):
     assert end in (saved / "1" / "state" / names.CHUNK_SUMS).read_bytes()
 
 
-def test_an_array_that_says_other_chunks_is_refused(tmp_path, monkeypatch):
+def test_an_array_that_says_other_chunks_is_refused(tmp_path):
     """TensorStore uses the metadata in the database, which could describe chunks of any size."""
     jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0)})
     _, where = locate(tmp_path / "a" / "state")
@@ -184,6 +183,12 @@ def test_an_array_that_says_other_chunks_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(jaxckpt.CorruptCheckpoint, match=r"array metadata has .*\(2000,\)"):
         jaxckpt.restore(tmp_path / "a", as_numpy=True)
-    monkeypatch.setattr(reader, "find_values", lambda *_, **__: None)  # as of a foreign database
+    ours = shutil.ignore_patterns(names.OCDBT_MANIFEST, names.OCDBT_DATA)
+    path = shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=ours)
+    base = kvstore(f"{path}/state")
+    foreign = Keys({"driver": "ocdbt", "base": base, "value_data_prefix": "values/"})
+    for key in ("w/zarr.json", "w/c/0"):
+        foreign.write(key, keys.read(key))
+    assert find_values(*locate(path / "state")) is None  # only TensorStore does
     with pytest.raises(jaxckpt.CorruptCheckpoint, match="chunks of shape"):
-        jaxckpt.restore(tmp_path / "a", as_numpy=True)
+        jaxckpt.restore(path, as_numpy=True)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt.errors import SaveFailed
-from jaxckpt.format import arrays
+from jaxckpt.format import arrays, ocdbt
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import _staged, locate
 from jaxckpt.storage._arrays import Reader
@@ -130,13 +130,13 @@ def test_only_the_wanted_chunks_are_fetched(root, make_mesh, ocdbt):
     assert left_in_memory() == []
 
 
-def test_a_database_that_claims_a_huge_value_is_damaged(root, monkeypatch):
+def test_a_database_that_claims_a_huge_value_is_damaged(root):
     """Before memory is taken for it."""
-    huge = {"w/c/0": Place("d/" + "0" * 32, 5, 1 << 60)}
-    monkeypatch.setattr(_staged, "find_values", lambda *_, **__: huge)
+    data, nodes = "d/" + "0" * 32, "d/" + "1" * 32
+    huge = ocdbt.encode_database({"w/c/0": Place(data, 5, 1 << 60)}, nodes)
     storage, path = locate(f"{root}/a")
-    for file in ("manifest.ocdbt", "d/" + "0" * 32):
-        storage.write(f"{path}/{file}", b"1234567890")
+    for file, content in zip((nodes, "manifest.ocdbt", data), (*huge, b"1234567890"), strict=True):
+        storage.write(f"{path}/{file}", content)
     reader = _staged.open_reader(storage, path, database=True)
 
     with pytest.raises(ValueError, match=f"must have {(1 << 60) + 5} bytes or more, got 10"):
