@@ -9,6 +9,7 @@ The messages are those of google.storage.v2, as the package google-cloud-storage
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -23,11 +24,17 @@ _CODES = {404: grpc.StatusCode.NOT_FOUND, 412: grpc.StatusCode.FAILED_PRECONDITI
 
 
 @contextlib.contextmanager
-def serving(server: GcsServer) -> Iterator[tuple[str, list[str]]]:
-    """Serves a store over gRPC; yields the target, and the names of the methods that are called."""
+def serving(
+    server: GcsServer, *, writes_end: threading.Event | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Serves a store over gRPC; yields the target, and the names of the methods that are called.
+
+    Args:
+        writes_end: If given, no write is answered, and none ends before it is set.
+    """
     v2: Any = pytest.importorskip("google.cloud._storage_v2.types.storage")
     calls: list[str] = []
-    methods = Methods(server, v2, calls)
+    methods = Methods(server, v2, calls, writes_end)
     # name, message that it takes, makes of the handler
     table = {
         "ReadObject": (v2.ReadObjectRequest, grpc.unary_stream_rpc_method_handler),
@@ -61,8 +68,11 @@ def _serialized(message: Any) -> bytes:
 class Methods:
     """The methods of the service, by their names there."""
 
-    def __init__(self, server: GcsServer, v2: Any, calls: list[str]) -> None:
+    def __init__(
+        self, server: GcsServer, v2: Any, calls: list[str], writes_end: threading.Event | None
+    ) -> None:
         self._server, self._v2, self._calls = server, v2, calls
+        self._writes_end = writes_end
 
     def ReadObject(self, request: Any, context: Any) -> Iterator[Any]:
         self._calls.append("read")
@@ -89,6 +99,9 @@ class Methods:
 
     def BidiWriteObject(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         self._calls.append("write")
+        if self._writes_end is not None:
+            self._writes_end.wait()
+            return
         data, spec = bytearray(), None
         for request in requests:
             if "write_object_spec" in request:

@@ -86,13 +86,20 @@ def service():
         yield running
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """What the system says of the machine, which shows its cloud; nothing at first."""
+    machine = {"text": ""}
+    monkeypatch.setattr("jaxckpt.storage._credentials._system", lambda: machine["text"])
+    return machine
+
+
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path, service):
+def elsewhere(monkeypatch, tmp_path, service, machine):
     """A user without credentials, on no cloud; the proxy counts what would leave the machine."""
     clouds = ("AWS_", "GOOGLE_", "AZURE_", "TENSORSTORE_", "GCE_", "CLOUDSDK_", "NO_GCE_CHECK")
     for name in [name for name in os.environ if name.startswith(clouds)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("jaxckpt.storage._credentials._system", lambda: "")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
@@ -321,7 +328,7 @@ def test_a_named_profile(service, aws, monkeypatch):
         f"[default]\n{STATIC.format('default')}[dev]\n{STATIC.format('dev')}",
     )
     monkeypatch.setenv("AWS_PROFILE", "dev")
-    monkeypatch.setattr("jaxckpt.storage._settings._given", {})
+    use_store("s3://", StoreSettings(tries=1))
     assert "dev-key" in asked(service, "s3")
     assert "/r2/s3/" in asked(service, "s3")
 
@@ -430,10 +437,10 @@ def test_a_profile_without_credentials(service, aws, monkeypatch):
     assert "given-key" in asked(service, "s3")
 
 
-def test_a_machine_of_aws_comes_before_the_default_profile(service, aws, monkeypatch):
+def test_a_machine_of_aws_comes_before_the_default_profile(service, aws, machine, monkeypatch):
     """As before profiles were read; a profile that is named comes first."""
     aws("", f"[default]\n{STATIC.format('default')}")
-    monkeypatch.setattr("jaxckpt.storage._credentials._system", lambda: EC2)
+    machine["text"] = EC2
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", service.url)
     assert "given-key" in asked(service, "s3")
 

@@ -76,21 +76,16 @@ def test_a_run_keeps_its_last_steps(reached):
     assert {name for name in locate(url)[0].entries(f"{url}/run") if name.isdecimal()} == {"2", "3"}
 
 
-def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store, monkeypatch):
+def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store):
     """Each try has `timeout_s`; nothing is committed."""
     over = threading.Event()
-
-    def hang(self, requests, context):
-        over.wait()
-        yield from ()
-
-    monkeypatch.setattr(gcs_grpc.Methods, "BidiWriteObject", hang)
     server = use_store(gcs_server)
-    with gcs_grpc.serving(server.running) as (target, _):
+    with gcs_grpc.serving(server.running, writes_end=over) as (target, calls):
         reach(server, target)
         with pytest.raises(SaveFailed, match="nothing was read or written for 1 s"):
             jaxckpt.save(f"gs://{server.bucket}/a", TREE)
         over.set()
+        assert calls == ["write"] * 2
 
     storage, path = locate(f"gs://{server.bucket}/a")
     assert {*storage.files(path)} == {names.WRITER}  # the store may still act on the request
