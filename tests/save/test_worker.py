@@ -51,18 +51,32 @@ def test_a_wait_names_the_processes_that_are_late():
     saver.stop()
 
 
-def test_a_caller_that_has_to_save_itself_raises_the_error(monkeypatch):
+@pytest.fixture
+def no_thread_starts():
+    """No thread gets its stack, which would be larger than all memory that can be addressed."""
+    before = threading.stack_size(1 << 50)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=int).start()
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.usefixtures("no_thread_starts")
+def test_a_caller_that_has_to_save_itself_raises_the_error():
     """As at the end of a program, where no thread starts any more."""
+    saver, saved = worker(), []
 
-    def refuse(_):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+    def save():
+        saved.append(threading.current_thread())
+        return 1 / 0
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    saver = worker()
-    saver.put(Save(), lambda: 1 / 0)
+    saver.put(Save(), save)
 
     [error] = saver.take_errors()
     assert isinstance(error, ZeroDivisionError)
+    assert saved == [threading.current_thread()]
 
 
 def test_a_save_that_another_thread_puts_meanwhile_outlives_an_interrupt():
