@@ -77,20 +77,21 @@ def test_an_error_has_an_advice(tmp_path, code, words):
 def test_ctrl_c_leaves_nothing(tmp_path):
     """What is being written is finished and deleted."""
     program = """if True:
-        import os, signal, sys, time
+        import os, signal, sys
         from jaxckpt.cli import main
         from jaxckpt.storage import LocalStorage
+        from tests.waiting import wait_until
         # A shell starts what runs in its background with the signal ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def link(*_):  # waits, so that the command has not ended before
-            while not os.path.exists(sys.argv[2]):
-                time.sleep(0.01)
+            wait_until(lambda: os.path.exists(sys.argv[2]))
         LocalStorage.link = link
         sys.exit(main(["doctor", sys.argv[1]]))
     """
     (root := tmp_path / "root").mkdir()
     command = [sys.executable, "-c", program, str(root), str(tmp_path / "interrupted")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as program:
         wait_until(lambda: os.listdir(root) or program.poll() is not None)
         program.send_signal(signal.SIGINT)
         (tmp_path / "interrupted").touch()
