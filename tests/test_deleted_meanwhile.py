@@ -13,6 +13,7 @@ import jaxckpt
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.storage import locate
+from tests.strategies import same
 from tests.twins import watched
 
 TREE = {"large": np.full(1 << 17, 1, np.float32), "small": np.arange(5)}
@@ -20,6 +21,10 @@ TREE = {"large": np.full(1 << 17, 1, np.float32), "small": np.arange(5)}
 
 @pytest.fixture
 def path():
+    return saved()
+
+
+def saved():
     path = f"memory://{uuid.uuid4()}/run/1"
     jaxckpt.save(path, TREE)
     return path
@@ -47,21 +52,39 @@ def test_a_checkpoint_that_is_deleted_is_not_damaged(path, read, name, leaves):
         read(deleted_at(path, "read", name, leaves=leaves))
 
 
-@pytest.mark.parametrize("read", [jaxckpt.restore, jaxckpt.verify])
-def test_a_checkpoint_may_go_at_any_look(path, read):
-    """Here between two looks at its directory, after a file of it was not found."""
-    storage, where = locate(path)
-    looks = []
+LOOKS = {
+    "restore": lambda path: same(jaxckpt.restore(path), TREE),
+    "verify": lambda path: jaxckpt.verify(path).ok,
+}
 
-    def before(verb, at):
-        looks.append((verb, at))
-        if (verb, at) == ("read", f"{where}/{names.RECORD}") and looks.count(looks[-1]) == 1:
-            raise FileNotFoundError(2, "no such file", at)
-        if (verb, at) == ("entries", where) and looks[-2:-1] == [("kind", where)]:
-            storage.delete(where)
 
-    with contextlib.suppress(CheckpointNotFound):  # it may have been read again before
-        read(watched(path, before))
+@pytest.mark.parametrize("is_missed", [False, True], ids=["", "a file was not found before"])
+@pytest.mark.parametrize("read", LOOKS)
+def test_a_checkpoint_may_go_at_any_look(read, is_missed):
+    """It is whole, or not found; whatever was looked at before, and also if a look missed it."""
+    outcomes = []
+    for number in itertools.count():
+        path = saved()
+        (storage, where), looks = locate(path), []
+
+        def before(verb, at, storage=storage, where=where, looks=looks, number=number):
+            looks.append((verb, at))
+            if len(looks) > number:
+                storage.delete(where)
+            record = ("read", f"{where}/{names.RECORD}")
+            if is_missed and looks[-1] == record and looks.count(record) == 1:
+                raise FileNotFoundError(2, "no such file", at)
+
+        try:
+            outcomes.append(LOOKS[read](watched(path, before)))
+        except CheckpointNotFound:
+            outcomes.append(None)
+        if len(looks) <= number:
+            break
+
+    assert outcomes[0] is None
+    assert outcomes[-1] is True
+    assert set(outcomes) == {None, True}
 
 
 def test_a_step_that_goes_at_the_beginning_of_a_fork_is_not_found(path):
