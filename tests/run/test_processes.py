@@ -483,7 +483,7 @@ def test_a_job_that_wakes_up_past_its_last_look_does_not_keep_the_owner_from_sav
         handle = manager.save(2, worker.state_at(2))
         handle.result()
 
-    assert all(one.result["2"] is not None for one in done)
+    assert [one.result["2"] is not None for one in done] == [True, True]
 
 
 # --- being told to stop -----------------------------------------------------------------------
