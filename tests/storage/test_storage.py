@@ -32,7 +32,7 @@ from jaxckpt.storage import (
     kvstore,
     locate,
 )
-from jaxckpt.storage._limit import LimitedStorage
+from jaxckpt.storage._limit import Call, LimitedStorage
 from jaxckpt.storage._local import _give_new_name, temporary_sibling
 from jaxckpt.storage._mounts import Mount, device_of, find_mounts
 from jaxckpt.testing import (
@@ -363,22 +363,20 @@ def test_entries_follow_no_link_inside(tmp_path):
     assert caught.value.filename == f"{tmp_path}/link/file"
 
 
-def test_entries_leave_out_what_is_deleted_meanwhile(tmp_path, monkeypatch):
+def test_entries_leave_out_what_is_deleted_meanwhile(tmp_path):
     """A file that goes between the listing and the look at it is not listed."""
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(b"1")
-    scan = os.scandir
 
-    @contextlib.contextmanager
-    def deleting(path):
-        with scan(path) as entries:
-            found = list(entries)
-        (tmp_path / "b").unlink()
-        yield found
+    class Deleting(Call):
+        def move(self, path):  # is called between the two
+            if path == str(tmp_path / "b"):
+                os.unlink(path)
 
-    monkeypatch.setattr(os, "scandir", deleting)
+    listing = Deleting("entries", "", lambda: LocalStorage().entries(str(tmp_path))).result()
 
-    assert list(LocalStorage().entries(str(tmp_path))) == ["a", "c"]
+    assert list(listing) == ["a", "c"]
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_file_that_tells_no_size_is_limited():
