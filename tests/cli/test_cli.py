@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -22,7 +23,6 @@ import jaxckpt
 from jaxckpt import CheckpointManager
 from jaxckpt.cli._app import app
 from jaxckpt.cli._space import space
-from jaxckpt.storage import LocalStorage
 from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
 from tests.golden.fixture import golden_names
 from tests.twins import watched
@@ -739,32 +739,46 @@ def test_a_mistake_is_answered_with_the_place_and_what_to_do(root, command, part
     assert sorted(root.parent.rglob("*")) == before
 
 
-def test_a_permission_that_lacks_is_named_with_the_file(root, monkeypatch):
+_ROOTS = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+
+
+@pytest.fixture
+def forbid():
+    """`forbid(path)` takes all permissions away, here also from root, as which CI may run."""
+    libc, changed = ctypes.CDLL(None, use_errno=True), []
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the version of these calls; this thread
+    ours = (ctypes.c_uint32 * 6)()
+    if os.geteuid() == 0:
+        assert libc.capget(header, ours) == 0
+        assert libc.capset(header, (ctypes.c_uint32 * 6)(ours[0] & ~_ROOTS, *ours[1:])) == 0
+
+    def forbid(path):
+        changed.append((path, path.stat().st_mode))
+        path.chmod(0)
+        with pytest.raises(PermissionError):
+            os.listdir(path)
+
+    yield forbid
+    for path, mode in changed:
+        path.chmod(mode)
+    if os.geteuid() == 0:
+        assert libc.capset(header, ours) == 0
+
+
+def test_a_permission_that_lacks_is_named_with_the_file(root, forbid):
     """Without the number of the error; what `verify` cannot read is not called bad."""
-
-    def denied(*args, **options):
-        raise PermissionError(13, "Permission denied", f"{root}/300/x")
-
-    for verb in ("read", "entries"):  # nothing is denied to root, as which CI may run
-        monkeypatch.setattr(LocalStorage, verb, denied)
+    forbid(root)
 
     for command in ("ls", "show", "du"):
         _, _, err = cli(command, root)
-        assert err == f"error: {root}/300/x: Permission denied. `ls -ld` shows who may\n"
+        assert err == f"error: {root}: Permission denied. `ls -ld` shows who may\n"
     code, out, _ = cli("verify", root)
     assert (code, f"{root}: UNREADABLE. " in out) == (2, True)
 
 
-def test_a_step_without_permission_is_listed_as_unreadable(root, monkeypatch):
+def test_a_step_without_permission_is_listed_as_unreadable(root, forbid):
     """With the reason, by `ls` of the run and of the step; `gc` leaves it."""
-    real = LocalStorage.entries
-
-    def entries(self, path):
-        if path.startswith(f"{root}/200"):
-            raise PermissionError(13, "Permission denied", path)
-        return real(self, path)
-
-    monkeypatch.setattr(LocalStorage, "entries", entries)
+    forbid(root / "200")
 
     for lines in (cli("ls", root)[1], cli("ls", root / "200")[1]):
         assert re.search(r"^ *200  UNREADABLE ", lines, re.MULTILINE)
