@@ -138,11 +138,9 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
         try:
             # Large trees have thousands of leaves that are alike.
             is_abstract = type(value) is jax.ShapeDtypeStruct
-            want = alike.get(value) if is_abstract else None
-            if want is None:
-                want = _want(value)
-                if is_abstract:
-                    alike[value] = want
+            want = (alike.get(value) if is_abstract else None) or _want(value)
+            if is_abstract:
+                alike[value] = want
         except TypeError as error:
             leaf = path_text(path) or "(the tree itself)"
             raise TypeError(f"like: leaf {leaf} {error}") from None
@@ -265,12 +263,13 @@ def _rename(
             renamed[leaf.text] = new
     paths = [parse_path(renamed[x.text]) if x.text in renamed else x.path for x in saved]
     fits, goes_on = _are_wanted(paths, wanted, request), request.unmatched is not None
-    if goes_on and not fits and {*as_saved} <= {want.path for want in wanted or ()}:
+    merges = len({*paths}) < len(paths)
+    if goes_on and (merges or not fits) and {*as_saved} <= {want.path for want in wanted or ()}:
         return as_saved, {}  # the program has saved it, and an expression matches the new names
     lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
     if lost and (not fits or (renamed and not goes_on)):
         raise ValueError(no_leaf("rename", lost, as_saved, where))
-    if len(set(paths)) != len(paths):
+    if merges:
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives the same name to several leaves: {', '.join(twice)}")
     containers = {path[:i] for path in paths for i in range(len(path))}

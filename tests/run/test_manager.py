@@ -1787,6 +1787,31 @@ def test_a_loop_with_rename_goes_on_whatever_its_expressions_match(
     assert starts == [(new | ema, 1), (new | ema, 2)]
 
 
+@pytest.mark.parametrize(
+    ("older", "rename", "first"),
+    [
+        ({"head": 5}, {"^head": "old_head"}, {"head": 0, "old_head": 0}),
+        ({"b0": 5, "b1": 6}, {"b1": "b2", "b0": "b1"}, {"b0": 0, "b1": 0, "b2": 0}),
+    ],
+    ids=["a new leaf of the old name", "a layer in front"],
+)
+def test_a_loop_that_moves_a_leaf_and_makes_one_in_its_place_goes_on(
+    tmp_path, older, rename, first
+):
+    """Its own steps have both, which the expressions would give the same name."""
+    moved, got = dict(zip([*first][-len(older) :], older.values(), strict=True)), []
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, older).result()
+
+    for _ in range(3):
+        with CheckpointManager(tmp_path) as manager:
+            state, step = manager.restore_or(lambda: first, rename=rename, missing="keep")
+            manager.save(step + 1, state).result()
+        got.append(state)
+
+    assert got == [first | moved] * 3
+
+
 @pytest.mark.parametrize("rename", [{"^mm/": "n/"}, {"^m/": "nn/"}])
 def test_a_misspelt_rename_of_a_loop_is_an_error(tmp_path, rename):
     """Also if leaves of the target may lack, and further ones in the step are ignored."""
