@@ -34,6 +34,7 @@ Words, one for each idea:
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  # cannot be loaded once the main thread has ended
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any

@@ -178,7 +178,7 @@ def test_the_count_sees_what_is_called(tmp_path):
 # Lines, and lines of code, by folder. Those of the core are all but `APART`.
 APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
-    ".": (838, 445),
+    ".": (839, 446),
     "_convert": (1038, 685),
     "_core": (2665, 1686),
     "_disk": (5155, 3618),

@@ -1533,6 +1533,28 @@ def last():
         assert manager.all_steps() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        "atexit.register(save)",
+        "threading.Thread(target=lambda: (threading.main_thread().join(), save())).start()",
+    ],
+    ids=["atexit", "a thread"],
+)
+def test_the_first_save_may_come_after_the_main_thread_has_ended(tmp_path, late):
+    """Though most of jaxckpt is loaded only then."""
+    code = """
+import atexit, sys, threading, jaxckpt
+def save():
+    jaxckpt.save(sys.argv[1], {"w": 1})
+"""
+    command = [sys.executable, "-c", code + late, tmp_path / "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert CheckpointManager(tmp_path).restore() == {"w": 1}
+
+
 # --- names of steps ----------------------------------------------------------------------------
 
 
