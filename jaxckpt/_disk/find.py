@@ -49,7 +49,7 @@ T = TypeVar("T")
 _TRIES: Final = 20
 # How often a run is listed; a writer may delete a listed step, having committed newer steps.
 LISTINGS: Final = 3
-_STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
+_STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})", re.DOTALL)
 _CHECKPOINT_MARKS: Final = {
     names.CHECKPOINT_METADATA,
     names.RECORD,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -17,11 +18,14 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import LEARNED, SavePolicy
 from jaxckpt.format import names
 from jaxckpt.format.jsontext import given
+from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, check_alike
 from jaxckpt.storage._settings import check_peer
 
 MANAGER: Final = "CheckpointManager"
 _LOCAL: Final = "LocalTier"
+_CONTROLS: Final = "[\0-\x1f\x7f-\x9f]"
+_LONGEST: Final = 180  # bytes; a save adds a number and 46 more, of 255 that there can be
 _POLICIES: Final[Mapping[str, type]] = {"save": SavePolicy, "keep": KeepPolicy}
 # Options of Orbax's manager, as docs/orbax.md explains them, and what people try for `LocalTier`.
 _HABITS: Final = {
@@ -94,14 +98,13 @@ def manager_arguments(
     manager: Callable[..., object], config: Any, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments for `manager` from a config, with policies as objects."""
-    parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
-    check_names("the config has no field", arguments, parameters, suggest)
+    known = [*inspect.signature(manager).parameters]
+    check_names("the config has no field", arguments, known, suggest)
     arguments = _with_policies("the config", arguments)
     if "directory" not in arguments:
         raise TypeError("the config lacks 'directory', the root of the run")
-    local = arguments.get("local")
-    if local is not None and not isinstance(local, str | os.PathLike | LocalTier):
+    if not isinstance(local := arguments.get("local"), str | os.PathLike | LocalTier | None):
         arguments["local"] = _local_tier(_mapping(local, "local"))
     return arguments
 
@@ -120,16 +123,14 @@ def _with_policies(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those arguments that are not None, with policies for dicts of their fields."""
     found = with_units(what, given(arguments))
     for name, policy in _POLICIES.items():
-        value = found.get(name)
-        if value is not None and not isinstance(value, policy):
-            found[name] = _policy(name, policy, _mapping(value, name))
+        if name in found and not isinstance(found[name], policy):
+            found[name] = _policy(name, policy, _mapping(found[name], name))
     return found
 
 
 def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, Any]) -> object:
-    known = [field.name for field in dataclasses.fields(policy)]
-    auto = fields.pop("auto", None) if policy is SavePolicy else None
-    known += ["auto"] if policy is SavePolicy else []
+    auto, more = (fields.pop("auto", None), ["auto"]) if policy is SavePolicy else (None, [])
+    known = [*more, *(field.name for field in dataclasses.fields(policy))]
     check_names(f"{name} has no field", fields, known)
     fields = with_units(name, given(fields))
     if auto is None:
@@ -163,8 +164,7 @@ def with_units(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(config: Any, what: str) -> dict[str, Any]:
-    if hasattr(config, "to_dict"):  # an ml_collections.ConfigDict
-        config = config.to_dict()
+    config = config.to_dict() if hasattr(config, "to_dict") else config  # of ml_collections
     if not isinstance(config, Mapping):
         raise TypeError(f"{what} must be a dict, got {config!r}")
     return dict(config)
@@ -202,6 +202,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         names.check_item(arguments["item"])
 
 
+def naming_of(prefix: str | None, digits: int | None) -> StepNames:
+    naming, text = StepNames(prefix=prefix, digits=digits), prefix or ""
+    if len(text.encode("utf-8", "replace")) > _LONGEST or re.search(_CONTROLS, text):
+        raise ValueError(f"step_prefix: at most {_LONGEST} bytes, no control characters: {text!r}")
+    return naming
+
+
 def check_arguments_alike(processes: Processes, given: Mapping[str, Any]) -> None:
     """Raises in every process if one opens another run, or with other rules.
 
@@ -212,14 +219,7 @@ def check_arguments_alike(processes: Processes, given: Mapping[str, Any]) -> Non
         arguments |= {"local.save": near.save, "local.keep": near.keep}
         arguments["local.peers"] = bool(near.peers)
     for name, value in arguments.items():
-        if isinstance(value, SavePolicy | KeepPolicy):
-            of_policy = dataclasses.asdict(value)
-            fields |= {f"{name}.{field}": callable(x) or x for field, x in of_policy.items()}
-        else:
-            fields[name] = value
-    check_alike(
-        processes,
-        MANAGER,  # not the directory, in which they may differ
-        fields,
-        hint="Open the same managers in the same order, with equal arguments, in all processes.",
-    )
+        policy = dataclasses.asdict(value) if isinstance(value, SavePolicy | KeepPolicy) else {}
+        fields |= {f"{name}.{x}": callable(y) or y for x, y in policy.items()} or {name: value}
+    hint = "Open the same managers in the same order, with equal arguments, in all processes."
+    check_alike(processes, MANAGER, fields, hint=hint)  # not the directory: they may differ in it

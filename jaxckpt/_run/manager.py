@@ -33,6 +33,7 @@ from jaxckpt._run.config import (
     check_arguments,
     check_arguments_alike,
     manager_arguments,
+    naming_of,
     suggest,
 )
 from jaxckpt._run.facts import run_metadata
@@ -51,7 +52,6 @@ from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
-from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Group, current, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -156,7 +156,7 @@ class CheckpointManager:
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming, near = None, LocalTier(local) if isinstance(local, str | os.PathLike) else local
         if step_prefix is not None or step_digits is not None:
-            naming = StepNames(prefix=step_prefix, digits=step_digits)
+            naming = naming_of(step_prefix, step_digits)
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         self.mode, self.keep = mode, keep
         self.restored_step: int | None = None

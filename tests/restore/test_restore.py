@@ -980,6 +980,15 @@ def flip(step, folder="d"):
     file.write_bytes(data)
 
 
+@pytest.mark.parametrize("step", [None, 12])
+def test_the_name_of_a_step_may_have_lines(tmp_path, step):
+    """As a manager of an earlier release made it."""
+    for number in (2, 12):
+        jaxckpt.save(tmp_path / f"a\nb_{number}", {"n": number})
+
+    assert jaxckpt.restore(tmp_path, step=step) == {"n": 12}
+
+
 @pytest.mark.parametrize("folder", ["d", ""])
 def test_a_damaged_newest_step_is_skipped(run, caplog, folder):
     """With a warning that names step and leaf or file; nothing in the run is changed."""

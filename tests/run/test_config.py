@@ -202,6 +202,9 @@ def test_a_config_without_a_directory_is_an_error(make):
         ({"step_digits": 30}, ValueError, "step_digits"),
         ({"step_prefix": 5}, TypeError, "step_prefix"),
         ({"step_prefix": "a/b"}, ValueError, "step_prefix"),
+        ({"step_prefix": "a\nb"}, ValueError, "step_prefix: .* no control characters"),
+        ({"step_prefix": "a\x85b"}, ValueError, "step_prefix: .* no control characters"),
+        ({"step_prefix": "é" * 91}, ValueError, "step_prefix: at most 180 bytes"),
     ],
 )
 def test_a_value_that_is_wrong_is_named(ram_path, config, error, named):

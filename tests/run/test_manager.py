@@ -1566,6 +1566,7 @@ def save():
         ({"step_digits": 6}, "000012"),
         ({"step_prefix": "a_b", "step_digits": 6}, "a_b_000012"),
         ({"step_prefix": "", "step_digits": 2}, "_12"),
+        ({"step_prefix": "é" * 90}, "é" * 90 + "_12"),
     ],
 )
 @as_processes
