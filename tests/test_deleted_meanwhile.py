@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import uuid
 
 import numpy as np
@@ -160,6 +161,47 @@ def test_no_older_or_worse_step_takes_the_place_of_one_that_is_deleted(tmp_path,
         if next(looks) <= moment:
             break
     assert moment > 3
+
+
+def converted(src, path):
+    jaxckpt.convert(src, path / "copy")
+    return jaxckpt.restore(path / "copy")["n"]
+
+
+def exported(src, path):
+    jaxckpt.export_safetensors(src, path / "copy.safetensors")
+    return int(jaxckpt.restore(path / "copy.safetensors")["n"])
+
+
+@pytest.mark.parametrize("copied", [converted, exported])
+@pytest.mark.parametrize("kind", ["dir", "store"])
+def test_a_copy_of_a_run_begins_anew_when_its_step_is_deleted(tmp_path, kind, copied):
+    """At every look, the job may save a step and delete the one that is copied."""
+    for moment in itertools.count():
+        here = tmp_path / f"{moment}"
+        root = here / "run" if kind == "dir" else f"memory://{uuid.uuid4()}/run"
+        looks = itertools.count()
+        with run_in(root) as job:
+            save_next(job, 1, 0.5)
+
+            def before(verb, at, job=job, looks=looks, moment=moment):
+                if next(looks) == moment:
+                    save_next(job, 2, 0.1)
+
+            assert copied(watched(root, before), here) in (1, 2), moment
+        if next(looks) <= moment:
+            break
+    assert moment > 3
+
+
+@pytest.mark.parametrize("copied", [converted, exported])
+def test_a_copy_of_a_step_that_is_deleted_is_not_found(tmp_path, path, copied):
+    """Whatever the run has then."""
+    jaxckpt.save(path.replace("run/1", "run/2"), TREE)
+
+    with pytest.raises(CheckpointNotFound):
+        copied(deleted_at(path, "read", "state/manifest.ocdbt"), tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_job_restores_its_best_step_though_its_own_policy_deletes_the_last_best(tmp_path):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
-from jaxckpt._convert.source import of_checkpoint
+from jaxckpt._convert.source import copy_by
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained, zstd_level
@@ -40,8 +41,8 @@ def convert(
     (metrics, iterators, further trees). Its `lineage` records the source.
 
     Args:
-        src: A checkpoint, one of its items, or a run's root (copies its newest good step), written
-            by jaxckpt, Orbax or Flax.
+        src: A checkpoint, one of its items, or a run's root (copies its newest good step, or a
+            newer one if a job deletes it meanwhile), written by jaxckpt, Orbax or Flax.
         dst: The new checkpoint.
         item: Name of the item, if the checkpoint has several trees.
         only, skip: Globs over leaf paths; the name of a container includes its leaves.
@@ -69,7 +70,5 @@ def convert(
         {'params': {'w': array([1., 1.], dtype=float16)}}
     """
     zstd = None if compression is None else zstd_level("convert", compression)
-    leaves = of_checkpoint(
-        src, item=item, only=only, skip=skip, dtype=floating(dtype), by="convert"
-    )
-    write_checkpoint(*locate(dst), leaves, ocdbt=ocdbt, zstd=zstd, overwrite=overwrite)
+    write = partial(write_checkpoint, *locate(dst), ocdbt=ocdbt, zstd=zstd, overwrite=overwrite)
+    copy_by(src, write, item=item, only=only, skip=skip, dtype=floating(dtype), by="convert")

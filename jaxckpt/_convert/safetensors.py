@@ -12,13 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._convert.source import (
-    Leaves,
-    Tile,
-    Values,
-    check_leaves,
-    of_checkpoint,
-)
+from jaxckpt._convert.source import Leaves, Tile, Values, check_leaves, copy_by, of_checkpoint
 from jaxckpt._convert.target import clipped, enlarged, parts_of, write_checkpoint
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import explained
@@ -58,7 +52,8 @@ def export_safetensors(
     of host memory suffice for any size. In a job of several processes, one process calls it.
 
     Args:
-        src: A checkpoint, one of its items, or a run's root (exports its newest good step).
+        src: A checkpoint, one of its items, or a run's root (exports its newest good step, or a
+            newer one if a job deletes it meanwhile).
         dst: The file, `model.safetensors`. Several files are named
             `model-00001-of-00003.safetensors` and so on, with the index
             `model.safetensors.index.json`; `model-00001-of-00003-2.safetensors` where the files
@@ -98,14 +93,17 @@ def export_safetensors(
     if not model.file.endswith(safetensors.SUFFIX):
         suffix = safetensors.SUFFIX
         raise ValueError(f"{dst} must end in {suffix}, such as {model.file}{suffix}")
-    source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
-    _check_exportable(source)
-    shards = _shards(source, max_shard_bytes)
-    refuse_inside(model.storage, f"{real(model.storage, model.folder)}/{model.stem}")
-    taken = map(posixpath.basename, _check_free(model, overwrite))
-    new = safetensors.shard_names(model.stem, len(shards), [*taken])
-    files = [f"{model.folder}/{name}" for name in new]
-    return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite=overwrite)
+
+    def write(source: Leaves) -> str:
+        _check_exportable(source)
+        shards = _shards(source, max_shard_bytes)
+        refuse_inside(model.storage, f"{real(model.storage, model.folder)}/{model.stem}")
+        taken = map(posixpath.basename, _check_free(model, overwrite))
+        new = safetensors.shard_names(model.stem, len(shards), [*taken])
+        files = [f"{model.folder}/{name}" for name in new]
+        return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite)
+
+    return copy_by(src, write, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
 
 
 def files_of_model(path: str | os.PathLike[str]) -> list[str]:
@@ -185,7 +183,7 @@ def _shards(source: Leaves, most_bytes: int | None) -> list[list[int]]:
 
 
 def _write_files(
-    source: Leaves, model: _Model, shards: Mapping[str, Sequence[int]], *, overwrite: bool
+    source: Leaves, model: _Model, shards: Mapping[str, Sequence[int]], overwrite: bool
 ) -> str:
     """Writes all files under temporary names, and then names them, the index last."""
     from jaxckpt.storage._large import large_files
@@ -210,11 +208,8 @@ def _write_files(
 
 
 def _index_of(files: Sequence[str], headers: Sequence[Header]) -> bytes:
-    where = {
-        tensor.name: posixpath.basename(file)
-        for file, header in zip(files, headers, strict=True)
-        for tensor in header.tensors
-    }
+    pairs = zip(files, headers, strict=True)
+    where = {one.name: posixpath.basename(file) for file, head in pairs for one in head.tensors}
     total_bytes = sum(tensor.size_bytes for header in headers for tensor in header.tensors)
     return safetensors.encode_index(where, total_bytes)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from jaxckpt._disk.found import check_current
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PYTHON_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
@@ -42,6 +42,7 @@ from jaxckpt.format.tree import (
 )
 from jaxckpt.storage import locate
 
+T = TypeVar("T")
 _BUDGET_BYTES: Final = 64 << 20
 
 
@@ -122,6 +123,22 @@ def of_checkpoint(
             "token": found.record.token if found.record is not None else None,
         },
     )
+
+
+def copy_by(
+    src: str | os.PathLike[str], write: Callable[[Leaves], T], *, again: int = 19, **how: Any
+) -> T:
+    """Returns what `write` makes of the leaves that `of_checkpoint` opens.
+
+    Begins anew if the checkpoint is deleted or replaced in the meantime, as by the job of a run.
+    """
+    leaves = of_checkpoint(src, **how)
+    try:
+        return write(leaves)
+    except CheckpointNotFound:
+        if not again:
+            raise
+    return copy_by(src, write, again=again - 1, **how)
 
 
 def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], where: str) -> None:
@@ -217,11 +234,8 @@ def _shardings(
 ) -> dict[str, SavedSharding]:
     """Returns all shardings, or none if one is unknown: Orbax fails on a file that lacks one."""
     recorded = saved.read_shardings()
-    found = {
-        copied.name: recorded.get(source.name)
-        for source, copied in zip(sources, copies, strict=True)
-        if copied.kind in ("array", "key")
-    }
+    both = zip(sources, copies, strict=True)
+    found = {new.name: recorded.get(old.name) for old, new in both if new.kind in ("array", "key")}
     known = {name: sharding for name, sharding in found.items() if sharding is not None}
     if len(known) < len(found):
         return {}

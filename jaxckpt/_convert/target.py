@@ -191,11 +191,8 @@ def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> It
 
 def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
     """Raises UnsupportedLeaf for leaves that plain files would change or confuse."""
-    bad = [
-        f"  {leaf.text}: {problem}"
-        for leaf in leaves
-        if leaf.has_array and (problem := _plain_problem(leaf)) is not None
-    ]
+    problems = {leaf.text: _plain_problem(leaf) for leaf in leaves if leaf.has_array}
+    bad = [f"  {text}: {problem}" for text, problem in problems.items() if problem is not None]
     if bad:
         raise UnsupportedLeaf(
             f"{path}: {counted(len(bad), 'leaf')} cannot be plain files, and nothing was written:\n"
@@ -252,8 +249,7 @@ class _Writer:
         self._files = (DataFiles if goal.uses_ocdbt else PlainFiles)(storage, item)
         self._bytes = self._chunks = 0  # of the batch
         for leaf in self.leaves.values():
-            key = leaf.prefix + arrays.metadata_key(3)
-            self._files.put(key, arrays.encode_zarr3(leaf.array))
+            self._files.put(leaf.prefix + arrays.metadata_key(3), arrays.encode_zarr3(leaf.array))
 
     def put(self, number: int, box: Box, values: Values) -> None:
         """Writes a chunk of a leaf, now or later. The values must not change."""
@@ -305,13 +301,9 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 def _facts(storage: Storage, work: str) -> dict[str, FileFacts]:
     """Returns the facts about all files with their digests, because plain arrays lack checksums."""
-    return {
-        name: FileFacts(
-            size=size, sha256=step.digest(storage.read(f"{work}/{name}", max_bytes=size))
-        )
-        for name, (_, size) in storage.files(work).items()
-        if size <= _MOST_FILE_BYTES
-    }
+    sizes = {n: size for n, (_, size) in storage.files(work).items() if size <= _MOST_FILE_BYTES}
+    digests = {n: step.digest(storage.read(f"{work}/{n}", max_bytes=sizes[n])) for n in sizes}
+    return {n: FileFacts(size=sizes[n], sha256=digests[n]) for n in sizes}
 
 
 def _add_metadata(
