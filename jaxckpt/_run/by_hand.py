@@ -11,7 +11,7 @@ from typing import Any
 from jaxckpt._run import one_step
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.root import Root, newest_of
+from jaxckpt._run.root import Root, is_apart, newest_of
 from jaxckpt._run.roots import newest_in
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
@@ -157,7 +157,7 @@ class ByHand:
         """Continues, alike in all processes, from the newest step that is left."""
         local, position, newest = self.roots[0], self.saver.position, self.newest()
         whole = restorable = None
-        if local.is_apart:
+        if is_apart(local):
             most = -1 if position.base is None else position.base
             about: Any = {"most": most, "deleted": position.deleted}
             whole, restorable, _ = newest_in(self.roots, floor=position.floor, **about)

@@ -27,7 +27,7 @@ from jaxckpt._run.copies import (
 from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
+from jaxckpt._run.root import Root, is_apart, judge_steps, newest_life, reachable
 from jaxckpt._run.shares import origin_in, part_in
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, is_io_failure
 from jaxckpt.multihost import Json, Processes, first_of, meeting, raise_if_any
@@ -64,7 +64,7 @@ class Candidates:
             ValueError, ProcessesDisagree: this or another process asked for another step.
         """
         told = deque[tuple[Told, Told]](maxlen=1)
-        if self.roots[0].is_apart:  # process 0 alone hears it, and may judge more than once
+        if is_apart(self.roots[0]):  # process 0 alone hears it, and may judge more than once
             judge_steps(self.roots, lambda *both: told.append(both))
         name = f"manager {self._name}/{what}"
         with meeting(self.processes, name, _of_process_0, where=self._name) as met:
@@ -92,7 +92,7 @@ class Candidates:
         if len(self.roots) == 1:  # lists no more directories than it has to
             index = self.roots[0].index
             return self._first_whole("latest", lambda _: (Copy(n, 0) for n in index.newest_first()))
-        steps = StepIndex.steps if self.roots[0].is_apart else StepIndex.to_restore
+        steps = StepIndex.steps if is_apart(self.roots[0]) else StepIndex.to_restore
         return self._first_whole("latest", lambda seen: seen.copies(lambda one: steps(one.index)))
 
     def best(self) -> int | None:
@@ -101,8 +101,8 @@ class Candidates:
 
     def listed(self) -> list[int]:
         """Returns the committed steps, in order."""
-        is_apart = self.roots[0].is_apart
-        copies = self._alike("all", _committed) if is_apart else _committed(_Seen(self.roots))
+        apart = is_apart(self.roots[0])
+        copies = self._alike("all", _committed) if apart else _committed(_Seen(self.roots))
         return sorted({copy.step for copy in copies})
 
     def _first_whole(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> int | None:
@@ -110,7 +110,7 @@ class Candidates:
 
         If all disks together have none whole, returns the first: a restore reports what it lacks.
         """
-        if self.roots[0].is_apart:
+        if is_apart(self.roots[0]):
             return self._first_apart(self._alike(what, copies))
         for left in reversed(range(LISTINGS)):
             for copy in copies(_Seen(self.roots)):

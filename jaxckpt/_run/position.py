@@ -10,7 +10,7 @@ from typing import Any, final
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.identity import saved_at
-from jaxckpt._run.root import Root, is_in_any, newest_of
+from jaxckpt._run.root import Root, is_apart, is_in_any, newest_of
 from jaxckpt._run.roots import Opened, newest_in
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
@@ -33,7 +33,8 @@ class Position:
     # floor only if no process alone knows that it is whole: see `Root.is_apart`.
     base: int | None = None
     deleted: set[int] = field(default_factory=set)  # by hand
-    _ahead: int | None = None  # the newest step, if the one in question is older, or is that
+    # Of a step in question that is no newer: the newest, and whether the one in question is there.
+    _ahead: tuple[int, bool] = -1, False
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
@@ -49,7 +50,7 @@ class Position:
 
     def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
-        if self._is_whole_beside_newer(step):
+        if self._ahead[1]:
             self._report_kept(step)
             return _there(step)
         if not any(known is not None and step <= known for known in (self.agreed, last)):
@@ -66,11 +67,6 @@ class Position:
         if found:
             self._report_kept(step)
         return _there(step) if found else ""
-
-    def _is_whole_beside_newer(self, step: int) -> bool:
-        if self._ahead is None or self._ahead == step:
-            return self._ahead is not None
-        return is_whole(self.roots, step, self.processes, states=True) is not False
 
     def _report_kept(self, step: int) -> None:
         """Reports once for each restore that a step from before it stays."""
@@ -89,12 +85,14 @@ class Position:
 
         If they cannot be restored, the run goes on without them.
         """
-        self._ahead, floor = None, -1 if self.floor is None else self.floor
-        if not self.roots[0].is_apart or self.base is None or not floor < step <= self.base:
+        self._ahead, floor = (-1, False), -1 if self.floor is None else self.floor
+        if not is_apart(self.roots[0]) or self.base is None or not floor < step <= self.base:
             return
         found = newest_in(self.roots, floor=floor, most=self.base, deleted=self.deleted)
-        if found.restorable is not None and found.restorable.step >= step:
-            self._ahead = found.restorable.step
+        newest = -1 if found.restorable is None else found.restorable.step
+        if newest >= step:
+            ask = partial(is_whole, self.roots, step, self.processes, states=True)
+            self._ahead = newest, newest == step or ask() is not False
         else:
             self._go_on_from(self.floor, found.restorable)
 
@@ -118,10 +116,10 @@ class Position:
 
     def check(self, step: int, saving: Sequence[int]) -> None:
         """Raises StepExists or ValueError unless a step is newer than all others."""
-        floor = max([*saving, *(n for n in (self.floor, self._ahead) if n is not None)], default=-1)
+        floor = max(*saving, self._ahead[0], -1 if self.floor is None else self.floor)
         if step > floor:
             return
-        is_known = bool(saving) or floor == self._ahead
+        is_known = bool(saving) or floor == self._ahead[0]
         if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
             # Others have deleted the newest.
             self.floor = newest_of(self.roots)
@@ -170,7 +168,7 @@ class Position:
         self._set_base(_newer(step, restorable and restorable.step))
 
     def _set_base(self, step: int | None) -> None:
-        if step != self.base and self.roots[0].is_apart:
+        if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step
 
@@ -182,7 +180,7 @@ class Position:
         """
         if self._life is None:
             start, local = token[:12], self.roots[0]
-            step = self.base if local.is_apart else self.agreed
+            step = self.base if is_apart(local) else self.agreed
             if step is None and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = f"{local.owner.first} {start}".strip()

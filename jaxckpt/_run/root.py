@@ -64,7 +64,7 @@ class Root:
     lone: set[int] | None = None
     shown: int | None = None  # in process 0, the newest step when all disks were listed last
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
-    _life: Life | None = None  # of the newest step that this job saved
+    life: Life | None = None  # of the newest step that this job saved, in a local root
 
     @classmethod
     def at(
@@ -96,11 +96,6 @@ class Root:
             group=group,
         )
 
-    @property
-    def is_apart(self) -> bool:
-        """Returns whether the disk of a process may lack steps that a restore finds."""
-        return self.group.part is not None or bool(self.peers)
-
     def announce(self, step: int) -> None:
         """Names the steps that peers may find here, and one more that is to be committed."""
         if not (self.peers.urls and self.group.leads):
@@ -111,11 +106,6 @@ class Root:
             index.storage.write(f"{index.root}/{names.STEPS}", jsontext.dumps(listed))
         except OSError as error:
             index.report(f"peers do not find the newest steps in {index.root}: {error}")
-
-    @property
-    def has_committed(self) -> bool:
-        """Returns whether this job has saved a step here, if this is a local root."""
-        return self._life is not None
 
     def committed(self, info: StepInfo, life: Life | None = None, stay: Stay = tuple) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
@@ -129,7 +119,7 @@ class Root:
             False if the step was read back and is damaged.
         """
         self.index.remember(info)
-        if life is not None and life != self._life:
+        if life is not None and life != self.life:
             self._leave_behind(info.step, life)
         is_good = not self.keep.verified or self._read_back(info.step)
         self.tidy(lambda: {info.step, *stay()})
@@ -140,7 +130,7 @@ class Root:
         index = self.index
         with contextlib.suppress(OSError):  # then after the next save
             index.astray.update(earlier_lives(index, Saved.of(step, life)))
-            self._life = life
+            self.life = life
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
     def tidy(self, stay: Stay = tuple) -> None:
@@ -191,7 +181,7 @@ class Root:
         """
         index = self.index
         index.remember(info)
-        if life != self._life:
+        if life != self.life:
             self._leave_behind(info.step, life)
         gone = {*index.astray}
         if self.lone is not None:  # else process 0 may lack steps that it cannot decide about
@@ -268,6 +258,11 @@ class Root:
         if files:
             what = f"{files} are of {self.index.path(step)} now"
             bad.report(f"{bad.path(step)} was damaged: {what}")
+
+
+def is_apart(root: Root) -> bool:
+    """Returns whether the disk of a process may lack steps that a restore finds."""
+    return root.group.part is not None or bool(root.peers)
 
 
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:

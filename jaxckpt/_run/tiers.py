@@ -88,7 +88,7 @@ class Tiers:
             uploads.wait(waited_for, 0.0 if uploads.is_stopped else timeout_s)
             decided = self.decided()
             # Else with the next commit, and on all disks.
-            if decided is None and self.local.has_committed:
+            if decided is None and self.local.life is not None:
                 self.local.tidy(self.uploader.steps)  # steps stayed for their uploads
             raise_first(uploads.take_errors(waited_for))
             return decided
