@@ -83,9 +83,8 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
         found: Called with the numbers in each process that writes them.
     """
     given = _mapped(_taken, "", metrics)
-    item = FileItem(
-        name=names.METRICS_ITEM, told=lambda: _mapped(lambda _, value: _number(value), "", given)
-    )
+    item = FileItem(name=names.METRICS_ITEM)
+    item.told = lambda: _mapped(lambda _, value: _number(value), "", given)
 
     def common() -> dict[str, bytes]:
         numbers: Any = item.told() if item.heard is None else item.heard

@@ -256,7 +256,7 @@ class CheckpointManager:
                 `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Each
                 process stores the states of its own objects; JSON is taken from process 0.
             metrics: Numbers by name, or dicts and lists of numbers; also arrays still being
-                computed; those of process 0 count. `keep` may rank by a metric.
+                computed; only those of process 0 count. `keep` may rank by a metric.
             dtype: Saves the floating-point arrays of `state`, but not of `items`, in this dtype;
                 see `jaxckpt.save`.
             force: Whether to save even if the step is not due; it replaces no step.

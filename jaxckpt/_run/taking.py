@@ -71,16 +71,17 @@ class Taking:
                 taken.append(_items.take_item(name, value, self.processes, base=base, **options))
         for root in self.roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
-                self._check_metric(metrics or {}, root.keep.metric, given.step)
-        if metrics is not None:
-            taken.append(_items.take_metrics(metrics, given.numbers.update))
+                self._check_metric(metrics, root.keep.metric, given.step)
+        if metrics is not None or self.processes.index:  # which takes what process 0 tells, if any
+            taken.append(_items.take_metrics(metrics or {}, given.numbers.update))
         given.taken, given.replicas = taken, replicas
 
-    def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int) -> None:
+    def _check_metric(self, given: Mapping[str, Any] | None, wanted: str, step: int) -> None:
         """Reports the first step that lacks the metric of the policy."""
+        metrics, is_shared = given or {}, self.roots[0].group.part is None
         has_it = not isinstance(metrics.get(wanted), Mapping | list | tuple | str | None)
-        # On disks of their own, the numbers of process 0 count.
-        tells = self.roots[0].group.part is None or self.processes.index == 0
+        # The numbers of process 0 count. Others that have some are to have the same.
+        tells = self.processes.index == 0 or (is_shared and given is not None)
         if has_it or self._lacked_metric or not tells:
             return
         self._lacked_metric = True

@@ -51,6 +51,7 @@ _LONGEST_TURN_S: Final = 1200.0  # of an earlier save to the same path
 _MAX_PART_BYTES: Final = 1 << 30
 MOST_TOLD_BYTES: Final = 1 << 14  # of JSON that process 0 tells to processes with own disks
 _HINT: Final = "All processes must save the same tree of global arrays to the same path."
+_METRICS: Final = (names.METRICS_ITEM, "files")  # those of process 0 count, whoever has some
 _SKIPS: Final = "skips"  # marks a process that skips this save because an earlier one failed
 
 
@@ -268,11 +269,11 @@ class SaveJob:
 
         def judge(reports: list[Any]) -> Json:
             written[:] = [one["parts"] for one in reports]  # it may judge more than once
-            differences = _differences(request.items, reports)
+            differences = first_of(_differences(request.items, reports))
             replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
             told = {name: said.get("told") for name, said in reports[0]["items"].items()}
             verdict = {"slowest": slowest_of(reports), "replicas": replicas, "files": told}
-            return {**first_of(differences), **verdict, "metadata": reports[0]["metadata"]}
+            return {**differences, **verdict, "metadata": reports[0]["metadata"]}
 
         name, mark = meeting_of(request.name), _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -281,6 +282,7 @@ class SaveJob:
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{request.path} was not saved", _HINT)
         raise_if_any(met.verdict, f"{request.path} was not saved", _HINT)
+        request.items[:] = [one for one in request.items if one.name in met.verdict["files"]]
         for item in request.items:
             item.hear(met.verdict["files"][item.name])
         if (told := met.verdict["metadata"]) is not None:
@@ -321,7 +323,8 @@ def _told_metadata(request: SaveRequest) -> Json:
 
 def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
     """Returns in which processes the save differs from process 0's, and how."""
-    kinds = [[(name, said["item"]) for name, said in one["items"].items()] for one in reports]
+    said = [[(name, one["item"]) for name, one in r["items"].items()] for r in reports]
+    kinds = [[kind for kind in some if kind != _METRICS] for some in said]
     failures = {}
     for i, one in enumerate(reports):
         if one["path"] != reports[0]["path"]:
@@ -329,10 +332,10 @@ def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
         elif one["token"] != reports[0]["token"]:
             failures[i] = "made another number of attempts to save this step than process 0"
         elif kinds[i] != kinds[0]:
-            different = ", ".join(one["items"]) or "item=None"
-            failures[i] = f"saves different items than process 0: {different}"
+            mine, first = (", ".join(dict(kinds[n])) or "item=None" for n in (i, 0))
+            failures[i] = f"saves different items than process 0: {mine}, not {first}"
     for item in items if not failures else ():
-        for i, why in item.disagreement([one["items"][item.name] for one in reports]).items():
+        for i, why in item.disagreement([one["items"].get(item.name) for one in reports]).items():
             failures.setdefault(i, why if len(items) == 1 else f"{item.name} {why}")
     return failures
 

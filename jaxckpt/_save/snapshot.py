@@ -156,11 +156,8 @@ class TreeItem:
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how the trees differ from process 0's, by process."""
-        failures = {
-            i: "has another tree, other shapes, shardings or compression than process 0"
-            for i, one in enumerate(said)
-            if one["tree"] != said[0]["tree"]
-        }
+        why = "has another tree, other shapes, shardings or compression than process 0"
+        failures = {i: why for i, one in enumerate(said) if one["tree"] != said[0]["tree"]}
         # The processes agree on the shards, but maybe not on their owners.
         wanted = sum(arrays.bytes_of(one.shape, one.dtype) for one in self.tree.plan.stored)
         written = sum(one["bytes"] for one in said)

@@ -767,7 +767,7 @@ def failing_disk(part, bad, verb="entries"):
     return WatchedStorage(LocalStorage(), before)
 
 
-@pytest.mark.parametrize("given", [{}, {"loss": 9.0}], ids=["none", "others"])
+@pytest.mark.parametrize("given", [None, {}, {"loss": 9.0}], ids=["None", "none", "others"])
 def test_the_metrics_of_process_0_count_on_all_disks(tmp_path, given):
     """They rank the steps, whichever process has which disk later."""
 

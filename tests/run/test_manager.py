@@ -2222,6 +2222,23 @@ def test_metrics_of_any_kind_of_number(tmp_path, processes):
 
 
 @as_processes
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_metrics_of_process_0_count(tmp_path, processes, leads):
+    """Whether the others pass some, or only the others do."""
+    keep = KeepPolicy(last=1, best=1, metric="loss")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in {1: 0.5, 2: 0.1, 3: 0.7}.items():
+            metrics = {"loss": loss} if leads == (processes.index == 0) else None
+            manager.save(step, {"n": step}, metrics=metrics)
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == ([2, 3] if leads else [1, 2, 3])
+        assert manager.metrics(2) == ({"loss": 0.1} if leads else {})
+        assert len(manager.problems) == (not leads and processes.index == 0)
+    assert (tmp_path / "2" / "metrics").exists() == leads
+
+
+@as_processes
 def test_metrics_that_rank_nothing(tmp_path, processes):
     """NaN, text and a metric that is not there are never the best; of equals the newer is."""
     losses = {1: 0.3, 2: float("nan"), 3: None, 4: 0.3, 5: "low", 6: jnp.nan, 7: 0.4}
