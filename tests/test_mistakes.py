@@ -69,6 +69,16 @@ def in_jit(_: object) -> None:
     jax.jit(lambda x: jaxckpt.save("new", {"a": x}))(jnp.ones(3))
 
 
+def restored_in_jit(_: object) -> None:
+    like = {"step": 0, "params": {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}}
+    jax.jit(lambda like: jaxckpt.restore("one", like))(like)
+
+
+def measured_in_jit(_: object) -> None:
+    with jaxckpt.CheckpointManager("measured") as manager:
+        jax.jit(lambda x: manager.save(1, {}, metrics={"loss": x}))(1.0)
+
+
 def wide(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "params": {"w": jnp.ones((8, 5)), "b": jnp.zeros(4)}}
 
@@ -160,6 +170,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("item 'data'", "get_state and set_state can be an item"),
     ),
     "in jit": (in_jit, ("a: is traced; call save outside jit",)),
+    "a target in jit": (restored_in_jit, ("params/b is traced; call restore outside jit",)),
+    "metrics in jit": (measured_in_jit, ("'loss' is traced; call save outside jit",)),
     "a donated leaf": (donated, ("a: was deleted or donated", "before the call that donates")),
     "another shape": (
         lambda s: RESTORE("one", wide(s)),

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 from jax.experimental.layout import Layout
 
 from jaxckpt._core.cast import kind_rank
@@ -151,6 +152,8 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
 
 def _want(value: object) -> Wanted:
     """Returns what a leaf asks for, but not its path."""
+    if isinstance(value, Tracer):
+        raise TypeError("is traced; call restore outside jit, grad and vmap")
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
         free = isinstance(value, jax.Array) and not getattr(value, "committed", True)
@@ -170,9 +173,8 @@ def _want(value: object) -> Wanted:
         return Wanted(path=(), kind=kind, dtype=value.dtype, shape=value.shape)
     if value is ...:
         return Wanted(path=(), kind="ellipsis")
-    for scalar in SCALARS:
-        if isinstance(value, scalar):
-            return Wanted(path=(), kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
+    if name := next((one.__name__ for one in SCALARS if isinstance(value, one)), None):
+        return Wanted(path=(), kind=name)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         return Wanted(path=(), kind="empty")
     hint = ". Pass mesh=, or jax.eval_shape of a function" if callable(value) else ""
@@ -206,8 +208,7 @@ def match(
     leaves, from_like, lost, differences = [], {}, [], []
     if wanted is None:
         request.check_as_saved()
-        leaves = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()]
-        by_path = {}
+        leaves, by_path = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()], {}
     for want in wanted or ():
         leaf = by_path.pop(want.path, None)
         is_skipped = selected is not None and not selected(want.path)

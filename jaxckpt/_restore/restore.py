@@ -279,9 +279,8 @@ def _read(
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
         matched = match(item.tree.leaves, wanted, request, where=item.found.path)
-        chooser = ShardingChooser(
-            mesh=request.mesh, shardings=request.shardings, saved=item.read_shardings
-        )
+        mesh, shardings = request.mesh, request.shardings
+        chooser = ShardingChooser(mesh=mesh, shardings=shardings, saved=item.read_shardings)
         plans = plan_leaves(matched.leaves, chooser, request, where=item.path)
     with placing(), meter.phase("read"):
         read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)

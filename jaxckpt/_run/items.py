@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from jax.core import Tracer
 
 from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels
@@ -106,11 +107,12 @@ def _mapped(do: Callable[[str, Any], object], name: str, value: Any) -> Any:  # 
 
 
 def _taken(name: str, value: Any) -> object:
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
     if type(value) is str:
         value.encode()  # raises on an unpaired surrogate
+    if isinstance(value, (bool, int, float, type(None))) or type(value) is str:
         return value
+    if isinstance(value, Tracer):
+        raise TypeError(f"metric {name!r} is traced; call save outside jit, grad and vmap")
     is_odd = getattr(getattr(value, "dtype", None), "kind", "") in _NO_NUMBERS
     if is_odd or math.prod(getattr(value, "shape", (2,))) != 1:
         raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
@@ -122,10 +124,9 @@ def _taken(name: str, value: Any) -> object:
 def _number(value: Any) -> object:  # a number of any library
     if isinstance(value, (str, type(None))) or type(value) in (bool, int, float):
         return value
-    array = np.asarray(value)
+    array = np.asarray(value).reshape(())
     # JSON has one kind of float; `item` of bfloat16 and similar dtypes returns no Python float.
-    kind = array.dtype.kind
-    return array.reshape(()).item() if kind in "biu" else float(array.reshape(()))
+    return array.item() if array.dtype.kind in "biu" else float(array)
 
 
 def _take_state(name: str, value: object, processes: Processes) -> FileItem:
@@ -218,9 +219,8 @@ class States:
         state = jsontext.loads(data, file=f"{self.path}/{file}")
         if self.form == "json":
             return typed_json.decode(state, file=f"{self.path}/{file}")
-        methods = _methods(value)
         is_text = isinstance(state, dict) and _OF_LOADER in state
-        if self.form == "grain" and methods is not None:
+        if self.form == "grain" and (methods := _methods(value)) is not None:
             is_text = isinstance(methods[0](), bytes)
         return data if is_text else state
 
