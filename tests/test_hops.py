@@ -137,7 +137,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1737, 11, 20),
-    "manager open + save": (4005, 15, 41),
+    "manager open + save": (4014, 15, 41),
     "open + save, local": (6390, 18, 126),
     "restore(path, like)": (2220, 14, 8),
     "manager.restore(like)": (2740, 18, 10),
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1212, 818),
     "_progress": (223, 167),
     "_restore": (2183, 1630),
-    "_run": (10336, 7148),
+    "_run": (10371, 7174),
     "_save": (2368, 1675),
     "cli": (4605, 3315),
     "format": (3308, 2177),

@@ -160,7 +160,7 @@ class ByHand:
         if is_apart(local):
             most = -1 if position.base is None else position.base
             about: Any = {"most": most, "deleted": position.deleted}
-            whole, restorable, _ = newest_in(self.roots, floor=position.floor, **about)
+            whole, restorable, *_ = newest_in(self.roots, floor=position.floor, **about)
         if local.group.part is not None:
             newest = max((n for n in (newest, whole) if n is not None), default=None)
         self.saver.went_back(newest, good=newest, restorable=restorable)

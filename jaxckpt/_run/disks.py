@@ -170,13 +170,15 @@ class Disk:
         return found
 
 
-def lacking(indexes: Iterable[StepIndex], steps: Iterable[int]) -> list[Any]:  # JSON
+def lacking(
+    indexes: Iterable[StepIndex], steps: Iterable[int], *, states: bool = False
+) -> list[Any]:  # JSON
     """Returns what each root on this disk lacks of some steps, for `whole_of`."""
     told = []
     for index, step in product(indexes, steps):
         try:
             disk = Disk(find(index.storage, index.path(step)))
-            told.append([step, disk.found.origin, hex(disk.lacks())])
+            told.append([step, disk.found.origin, hex(disk.lacks(states=states))])
         except FileNotFoundError:
             pass
         except (CheckpointError, OSError, ValueError):  # it may have all of it, and be mended

@@ -33,8 +33,10 @@ class Position:
     # floor only if no process alone knows that it is whole: see `Root.is_apart`.
     base: int | None = None
     deleted: set[int] = field(default_factory=set)  # by hand
-    # Of a step in question that is no newer: the newest, and whether the one in question is there.
-    _ahead: tuple[int, bool] = -1, False
+    # What all places together have above the floor, if a step below the base was in question.
+    _shown: Sequence[int] | None = None
+    _ahead: int = -1  # the newest of these that is whole
+    _is_there: bool = False  # whether the step in question is
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
@@ -50,7 +52,7 @@ class Position:
 
     def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
-        if self._ahead[1]:
+        if self._is_there:
             self._report_kept(step)
             return _there(step)
         if not any(known is not None and step <= known for known in (self.agreed, last)):
@@ -80,21 +82,29 @@ class Position:
                 "start a new run from the older one (jaxckpt.fork)"
             )
 
-    def look_ahead(self, step: int) -> None:
+    def look_ahead(self, step: int, last: int | None) -> None:
         """Learns whether a step in question is beside newer ones that no disk alone has whole.
 
         If they cannot be restored, the run goes on without them.
+
+        Args:
+            last: The step saved last. Once a save has begun, the saving thread of each process
+                changes the base and the floor at another time, and no step in question is below.
         """
-        self._ahead, floor = (-1, False), -1 if self.floor is None else self.floor
-        if not is_apart(self.roots[0]) or self.base is None or not floor < step <= self.base:
+        self._is_there, base = False, self.base
+        if not is_apart(self.roots[0]) or base is None or (last is not None and last >= base):
             return
-        found = newest_in(self.roots, floor=floor, most=self.base, deleted=self.deleted)
-        newest = -1 if found.restorable is None else found.restorable.step
-        if newest >= step:
-            ask = partial(is_whole, self.roots, step, self.processes, states=True)
-            self._ahead = newest, newest == step or ask() is not False
-        else:
+        if not (-1 if self.floor is None else self.floor) < step <= base:
+            return
+        if self._shown is None:
+            found = newest_in(self.roots, floor=self.floor, most=base, deleted=self.deleted)
             self._go_on_from(self.floor, found.restorable)
+            self._shown = found.shown
+            self._ahead = -1 if found.restorable is None else found.restorable.step
+        if step < self._ahead and step in self._shown:
+            whole = is_whole(self.roots, step, self.processes, states=True)
+            self._is_there = whole is not False
+        self._is_there |= step == self._ahead
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.
@@ -116,10 +126,10 @@ class Position:
 
     def check(self, step: int, saving: Sequence[int]) -> None:
         """Raises StepExists or ValueError unless a step is newer than all others."""
-        floor = max(*saving, self._ahead[0], -1 if self.floor is None else self.floor)
+        floor = max(*saving, self._ahead, -1 if self.floor is None else self.floor)
         if step > floor:
             return
-        is_known = bool(saving) or floor == self._ahead[0]
+        is_known = bool(saving) or floor == self._ahead
         if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
             # Others have deleted the newest.
             self.floor = newest_of(self.roots)
@@ -168,6 +178,7 @@ class Position:
         self._set_base(_newer(step, restorable and restorable.step))
 
     def _set_base(self, step: int | None) -> None:
+        self._shown, self._ahead = None, -1
         if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 from jaxckpt._run.copies import Saved, Told, are_all, latest, over_disks, saves_in, went_on
 from jaxckpt._run.coverage import is_whole
+from jaxckpt._run.disks import lacking, whole_of
 from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.local import Local
-from jaxckpt._run.root import Root, judge_steps, newest_life, reachable
+from jaxckpt._run.root import Root, is_apart, judge_steps, newest_life, reachable
 from jaxckpt._save.worker import Worker
+from jaxckpt.multihost import meeting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,11 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, found, owned, run = roots[-1], None, Newest(None, None, ()), True, ""
+    last, newest, found, owned, run = roots[-1], None, Newest(None, None, (), ()), True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
-        if root.group.part is not None or root.peers.here:
+        if is_apart(root):
             found = newest_in(roots)
         if root.group.part is not None:  # each is taken over
             newest, owned = found.whole, True
@@ -98,6 +100,7 @@ class Newest(NamedTuple):
     whole: int | None  # that every process has on its disk, with every chunk
     restorable: Saved | None  # that all places together have, and how the run got there
     parts: Sequence[int]  # the later steps that every process has, but with too few chunks
+    shown: Sequence[int]  # the steps that were looked at
 
 
 def newest_in(
@@ -109,39 +112,58 @@ def newest_in(
 ) -> Newest:
     """Returns the newest steps on all disks and in other places, of which it reads no chunk.
 
+    Ignores those that are not newer than the newest of the directory.
+
     Args:
         floor: The newest step known to be committed; of later ones, no disk has all of a step.
         most: The newest step that counts.
         deleted: The steps deleted by hand, which places without a process may still have.
     """
-    restorable, parts = None, list[int]()
-
-    def may_be_whole(step: int) -> bool:
-        ask = partial(is_whole, roots, step, roots[0].group.job, states=True)
-        found = ask()
-        return found is True or (found is not False and ask() is not False)  # a read may fail once
-
+    steps = list[tuple[int, bool, bool, Any]]()
     for step, on_all, has_parts, life in judge_steps(roots, partial(_on_disks, roots)):
-        counts = on_all and (floor is None or step <= floor)
-        if step > most or step in deleted or not (counts or restorable is None):
-            continue
-        if has_parts or may_be_whole(step):
+        if step <= most and step not in deleted:
+            steps.append((step, on_all and (floor is None or step <= floor), has_parts, life))
+    known = [counts and has_parts for _, counts, has_parts, _ in steps]
+    before = known.index(True) if any(known) else len(known)
+    may_be = _may_be_whole(roots, [step for step, *_ in steps[:before]])
+    shown, restorable, parts = [step for step, *_ in steps], None, list[int]()
+    for step, counts, has_parts, life in steps:
+        asks = step in may_be and (counts or restorable is None)
+        if has_parts or (asks and _is_whole(roots, step)):
             restorable = restorable or Saved.told(life)
             if counts:
-                return Newest(step, restorable, parts)
+                return Newest(step, restorable, parts, shown)
         elif counts:
             parts.append(step)
-    return Newest(None, restorable, parts)
+    return Newest(None, restorable, parts, shown)
+
+
+def _may_be_whole(roots: Sequence[Root], steps: Sequence[int]) -> Collection[int]:
+    """Returns the steps of which all disks together may have every chunk and state."""
+    local = roots[0]
+    if not steps or local.peers.urls:  # peers may have the rest
+        return steps
+    name = f"manager {roots[-1].index.root}/may be whole"
+    with meeting(local.group.job, name, whole_of, where=local.index.root) as met:
+        met.value = lacking([local.index, *local.peers.here], steps, states=True)
+    return met.value
+
+
+def _is_whole(roots: Sequence[Root], step: int) -> bool:
+    ask = partial(is_whole, roots, step, roots[0].group.job, states=True)
+    found = ask()
+    return found is True or (found is not False and ask() is not False)  # a read may fail once
 
 
 def _on_disks(roots: Sequence[Root], disks: Told, others: Told) -> list[Any]:  # JSON
-    """Returns the steps from which the run went on, newest first.
+    """Returns the steps from which the run went on after those in the directory, newest first.
 
     Each with whether every process has it, whether these are the parts of all that saved it, and
     how the run got there.
     """
     lives = [one for one in newest_life(roots[-1]) if one.run == roots[0].peers.run]
     told = went_on([*disks, *others], lives)
+    told = [[one for one in some if all(life.step < one.step for life in lives)] for some in told]
     here, there = told[: len(disks)], told[len(disks) :]
     found: dict[int, list[Any]] = {}
     for copy in over_disks(saves_in(here), {}, saves_in(there)):

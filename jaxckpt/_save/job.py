@@ -315,7 +315,7 @@ def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
 
 def _told_metadata(request: SaveRequest) -> Json:
     """Returns the metadata that counts on all disks, if this is process 0 and it is small."""
-    if request.group.part is None or request.processes.index:
+    if request.group.part is None or request.processes.index or request.problem is not None:
         return None
     told = dict(request.custom_metadata)
     return told if len(jsontext.dumps(told, allow_nan=True)) <= MOST_TOLD_BYTES else None

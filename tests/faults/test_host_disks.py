@@ -951,6 +951,21 @@ def test_what_one_step_lost_takes_no_other_local_step_along(tmp_path, what):
     assert [{10, 11} - {*one} for one in found] == [set(), set()]
 
 
+@pytest.mark.parametrize("who", [[0], [0, 1]], ids=str)
+def test_metadata_that_is_no_json_fails_one_save_in_all_processes(tmp_path, who):
+    """The next one is saved: no process has left the meeting of the first."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), **LOCAL) as manager:
+            bad = {"a": object()} if processes.index in who else {"a": 1}
+            with pytest.raises((TypeError, ProcessesDisagree)):
+                manager.save(1, {"a": 1}, custom_metadata=bad).result()
+            manager.save(2, {"a": 2}, custom_metadata={"a": 1}).result()
+            return manager.all_steps()
+
+    assert simulate(2, run) == [[2]] * 2
+
+
 @pytest.mark.parametrize("what", ["delete", "scrub"])
 def test_what_is_saved_after_the_newest_step_is_gone_is_of_the_run(tmp_path, what):
     """No step has the number before it, and the directory has an earlier step.
