@@ -122,7 +122,7 @@ class Root:
         if life is not None and life != self.life:
             self._leave_behind(info.step, life)
         is_good = not self.keep.verified or self._read_back(info.step)
-        self.tidy(lambda: {info.step, *stay()})
+        self.tidy(stay, saved=info.step)
         return is_good
 
     def _leave_behind(self, step: int, life: Life) -> None:
@@ -133,10 +133,10 @@ class Root:
             self.life = life
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
-    def tidy(self, stay: Stay = tuple) -> None:
-        """Deletes the steps that neither the policy nor `stay` keeps."""
+    def tidy(self, stay: Stay = tuple, *, saved: int | None = None) -> None:
+        """Deletes the steps that neither the policy nor `stay` keeps, but not the one just saved."""
         if not self.owner.is_guest and (self.keep.has_rules or self.deletion.half):
-            self.deletion.delete(self._what_goes(stay))
+            self.deletion.delete(n for n in self._what_goes(stay) if n != saved)
             self.deletion.sweep({*self.index.overtaken}.difference(stay()))
 
     def _read_back(self, step: int) -> bool:
@@ -188,7 +188,7 @@ class Root:
             gone |= {*index.steps()} - self.lone
         index.astray.difference_update(self.deletion.delete(sorted(gone - {*stay})))
         self._verified.update([info.step] if is_good else [])
-        self.tidy(lambda: {info.step, *stay})
+        self.tidy(lambda: stay, saved=info.step)
 
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""

@@ -82,8 +82,9 @@ def open_roots(
         what = "lack chunks of these steps, which are left behind once the run goes on"
         text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
         roots[0].index.report(text, logs=last.group.leads)
-    if newest is there is None:  # the run is not new; the next job may have all disks
-        there = max(found.parts, default=None)
+    is_lost = newest is there is found.restorable is None
+    if is_lost and (found.parts or len(found.shown) > 1):  # else a first save was interrupted
+        there = max(found.shown)  # the run is not new; the next job may have all disks
     return Opened(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
@@ -112,20 +113,21 @@ def newest_in(
 ) -> Newest:
     """Returns the newest steps on all disks and in other places, of which it reads no chunk.
 
-    Ignores those that are not newer than the newest of the directory.
+    Asks about the chunks only of those that are newer than the newest of the directory.
 
     Args:
         floor: The newest step known to be committed; of later ones, no disk has all of a step.
         most: The newest step that counts.
         deleted: The steps deleted by hand, which places without a process may still have.
     """
+    durable, judged = judge_steps(roots, partial(_on_disks, roots))
     steps = list[tuple[int, bool, bool, Any]]()
-    for step, on_all, has_parts, life in judge_steps(roots, partial(_on_disks, roots)):
+    for step, on_all, has_parts, life in judged:
         if step <= most and step not in deleted:
             steps.append((step, on_all and (floor is None or step <= floor), has_parts, life))
     known = [counts and has_parts for _, counts, has_parts, _ in steps]
     before = known.index(True) if any(known) else len(known)
-    may_be = _may_be_whole(roots, [step for step, *_ in steps[:before]])
+    may_be = _may_be_whole(roots, [step for step, *_ in steps[:before] if step > durable])
     shown, restorable, parts = [step for step, *_ in steps], None, list[int]()
     for step, counts, has_parts, life in steps:
         asks = step in may_be and (counts or restorable is None)
@@ -133,7 +135,7 @@ def newest_in(
             restorable = restorable or Saved.told(life)
             if counts:
                 return Newest(step, restorable, parts, shown)
-        elif counts:
+        elif counts and step > durable:
             parts.append(step)
     return Newest(None, restorable, parts, shown)
 
@@ -156,14 +158,13 @@ def _is_whole(roots: Sequence[Root], step: int) -> bool:
 
 
 def _on_disks(roots: Sequence[Root], disks: Told, others: Told) -> list[Any]:  # JSON
-    """Returns the steps from which the run went on after those in the directory, newest first.
+    """Returns the newest step in the directory, and those from which the run went on, newest first.
 
     Each with whether every process has it, whether these are the parts of all that saved it, and
     how the run got there.
     """
     lives = [one for one in newest_life(roots[-1]) if one.run == roots[0].peers.run]
     told = went_on([*disks, *others], lives)
-    told = [[one for one in some if all(life.step < one.step for life in lives)] for some in told]
     here, there = told[: len(disks)], told[len(disks) :]
     found: dict[int, list[Any]] = {}
     for copy in over_disks(saves_in(here), {}, saves_in(there)):
@@ -172,4 +173,4 @@ def _on_disks(roots: Sequence[Root], disks: Told, others: Told) -> list[Any]:  #
         parts = [one.part for one in chain(*here) if one.step == copy.step]
         on_all = not copy.is_united
         found.setdefault(copy.step, [copy.step, on_all, on_all and are_all(parts), life])
-    return [*found.values()]
+    return [max((life.step for life in lives), default=-1), [*found.values()]]

@@ -146,6 +146,19 @@ def test_parts_that_nobody_can_restore_take_no_place_of_new_steps(zygote, ram_pa
         assert {path.name for path in share.glob("[0-9]*")} == {"22", "23"}
 
 
+def test_a_run_of_which_no_step_can_be_restored_is_not_new(zygote, ram_path):
+    """A disk may come back, so a job that restores nothing saves nothing in their place."""
+    options = {"count": 2, "function": children.go_back}
+    run(zygote, ram_path, [0, 1], None, {n: n for n in (1, 2, 3)}, 1, 9, **options)
+    saved = {1: "there already", 4: 4}
+
+    said = run(zygote, ram_path, [0, 2], None, saved, 1, 9, **options)
+
+    assert [one[1:3] for one in said] == [[4, 4]] * 2
+    share = ram_path / "host0/local/share_0"
+    assert {path.name for path in share.glob("[0-9]")} == {"1", "2", "3", "4"}
+
+
 @pytest.mark.parametrize("restored", [30, None])
 def test_a_new_disk_has_the_history_of_the_run(zygote, ram_path, restored):
     """Its later steps count as later than the directory's, though it lacks those before."""

@@ -978,7 +978,9 @@ def test_what_is_saved_after_the_newest_step_is_gone_is_of_the_run(tmp_path, wha
         with manager_of(tmp_path, processes.index, LocalStorage(), every=20, **LOCAL) as manager:
             steps = manager.all_steps()
             if goes and what == "scrub":
-                damage(disk / "35")
+                manager.wait_until_finished()  # it is uploaded
+                for path in (disk, tmp_path / "run")[: 2 - processes.index]:
+                    damage(path / "35")
                 processes.within(30).gather("damaged", None)
                 manager.scrub()
             elif goes:

@@ -351,21 +351,17 @@ def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
     under_way, peak = 0, 0
     read_into = _arrays.read_into
 
-    class Counting:
-        def __init__(self, pending, size):
-            self.pending, self.size = pending, size
-
-        def result(self):
-            nonlocal under_way
-            under_way -= self.size
-            return self.pending.result()
+    def wait(pending, size):
+        nonlocal under_way
+        under_way -= size
+        return pending()
 
     def counted(array, wheres, outs):
         nonlocal under_way, peak
         under_way += sum(out.nbytes for out in outs)
         peak = max(peak, under_way)
         pending = read_into(array, wheres, outs)
-        return [Counting(p, out.nbytes) for p, out in zip(pending, outs, strict=True)]
+        return [partial(wait, p, out.nbytes) for p, out in zip(pending, outs, strict=True)]
 
     monkeypatch.setattr(_arrays, "read_into", counted)
 
