@@ -134,7 +134,7 @@ class Root:
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
     def tidy(self, stay: Stay = tuple, *, saved: int | None = None) -> None:
-        """Deletes the steps that neither the policy nor `stay` keeps, but not the one just saved."""
+        """Deletes the steps that neither the policy nor `stay` keeps, but never `saved`."""
         if not self.owner.is_guest and (self.keep.has_rules or self.deletion.half):
             self.deletion.delete(n for n in self._what_goes(stay) if n != saved)
             self.deletion.sweep({*self.index.overtaken}.difference(stay()))

@@ -82,9 +82,8 @@ def open_roots(
         what = "lack chunks of these steps, which are left behind once the run goes on"
         text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
         roots[0].index.report(text, logs=last.group.leads)
-    is_lost = newest is there is found.restorable is None
-    if is_lost and (found.parts or len(found.shown) > 1):  # else a first save was interrupted
-        there = max(found.shown)  # the run is not new; the next job may have all disks
+    if newest is there is found.restorable is None and (found.parts or len(found.shown) > 1):
+        there = max(found.shown)  # no first save was interrupted: later, all disks may be here
     return Opened(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
