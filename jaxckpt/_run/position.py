@@ -30,7 +30,7 @@ class Position:
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
     # The newest step from which the run goes on: no disk leaves it behind. It is newer than the
-    # floor only if no process alone knows that it is whole: see `Root.is_apart`.
+    # floor only if no process alone knows that it is whole: see `root.is_apart`.
     base: int | None = None
     deleted: set[int] = field(default_factory=set)  # by hand
     # What all places together have above the floor, if a step below the base was in question.
