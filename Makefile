@@ -18,8 +18,9 @@ BENCH_DISK ?= build/bench
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 empty := build/empty/bin/python
+bounds := build/bounds/bin/python
 
-.PHONY: help test stores faults faults-root gpu browser soak fuzz check demo bench bench-quick bench-gpu notebooks docs dist publish clean
+.PHONY: help test stores faults faults-root gpu browser soak fuzz check demo bench bench-quick bench-gpu notebooks docs dist bounds publish clean
 .DELETE_ON_ERROR:
 # Targets that run in parallel would install into one environment at the same time.
 .NOTPARALLEL:
@@ -38,6 +39,7 @@ help:
 	@echo "make notebooks    runs every notebook"
 	@echo "make docs         builds the pages of docs/ into build/site"
 	@echo "make dist         builds the wheel and the sdist, and tries both in an empty environment"
+	@echo "make bounds       tries the oldest releases of all dependencies that pyproject.toml allows"
 	@echo "make publish      does the same and uploads them"
 	@echo "make clean        removes everything that these targets made"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= TEST_DIR=$(TEST_DIR) DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
@@ -124,6 +126,16 @@ dist: $(VENV)/.installed-release
 	$(empty) -m pip install --quiet --disable-pip-version-check --no-compile "$$(echo dist/*.tar.gz)[cli]"
 	$(empty) -I .ci/smoke.py
 	rm -rf build/empty
+
+# What these tests read and write depends most on other packages.
+bounds:
+	rm -rf build/bounds
+	$(PYTHON) -m venv build/bounds
+	$(bounds) -m pip install --quiet --disable-pip-version-check --no-compile \
+	  pytest pytest-xdist hypothesis . $$($(bounds) .ci/bounds.py)
+	$(bounds) -m pytest -n 2 --dist worksteal -m "not slow and not stores and not multihost" \
+	  tests/format tests/storage
+	rm -rf build/bounds
 
 # Needs an account on the index and its token; see docs/releasing.md.
 publish: dist

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, TypeAlias
@@ -120,13 +120,14 @@ class _Decoder:
         except (*_REFUSALS, self._msgpack.UnpackException) as error:
             raise self._corrupt(f"{type(error).__name__}: {error}") from error
 
-    def _dict(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str | int, Any]:
-        for key, _ in pairs:
+    def _dict(self, pairs: Iterable[tuple[Any, Any]]) -> dict[str | int, Any]:
+        found: dict[str | int, Any] = {}
+        for key, value in pairs:  # an iterator from a msgpack without its C extension
             if type(key) not in (str, int):
                 raise self._corrupt(f"a key must be a string, got {type(key).__name__}")
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise self._corrupt("a key occurs twice")
+            if key in found:
+                raise self._corrupt("a key occurs twice")
+            found[key] = value
         return found
 
     def _extension(self, code: int, payload: bytes, depth: int) -> Any:

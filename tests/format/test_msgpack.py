@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -433,6 +435,24 @@ def test_importing_the_decoder_does_not_import_msgpack() -> None:
 
     assert "\nimport msgpack" not in source
     assert "\nfrom msgpack" not in source
+
+
+def test_the_library_without_its_c_extension() -> None:
+    """It refuses the same: there may be no wheel for a platform."""
+    twice = bytes([0x82]) + 2 * (packed("a") + packed(1))
+    program = f"""
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format.msgpack import decode
+assert decode({packed({"a": {"b": 1}})!r}) == {{"a": {{"b": 1}}}}
+try:
+    decode({twice!r})
+except CorruptCheckpoint as error:
+    print(error)
+"""
+    env = {**os.environ, "MSGPACK_PUREPYTHON": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "a key occurs twice" in done.stdout
 
 
 def test_nan_and_infinity_survive() -> None:
