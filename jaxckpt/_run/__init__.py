@@ -33,8 +33,8 @@ A manager:
     incremental  what a step shares with earlier steps
     comparisons  when replicas are compared, and what that found
     preemption   being told to stop
-    roots        all directories of a run opened, and their newest step
-    by_hand      going on from a step; pins, deletions, scrubs in all roots and on hosts' disks
+    roots        all directories of a run opened, and what all disks together have
+    by_hand      pins, deletions and scrubs by hand, in all roots and on the disks of hosts
     candidates   which copies of steps a restore tries, and in which order
     readings     what is read of a step: its state, or its items
     resume       the newest complete step, or the step before it

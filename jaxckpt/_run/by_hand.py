@@ -1,4 +1,4 @@
-"""Goes on from, pins, deletes and scrubs steps by hand, in all roots and on the disks of hosts."""
+"""Pins, deletes and scrubs steps by hand, in all roots and on the disks of hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 from jaxckpt._run import one_step
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.root import Root, is_apart, newest_of
-from jaxckpt._run.roots import newest_in
+from jaxckpt._run.root import Root
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.scrub import look, set_aside
 from jaxckpt._run.tiers import Tiers
@@ -60,7 +59,7 @@ class ByHand:
                 raise
         if item is None:
             self.saver.position.deleted.add(step)
-        self.go_back()
+        self.saver.go_back()
 
     def _have_peers(self, step: int) -> bool:
         """Returns whether only peers have a step, which then stays there, and reports that."""
@@ -84,7 +83,7 @@ class ByHand:
             self._upload_again([n for n, one in found.items() if one.damaged], root)
         bad = not all(report.ok for report in reports.values())  # maybe on this disk only
         if self.writes and self.processes.gather(f"manager {self.run}/scrubbed", bad, any):
-            self.go_back()  # some were set aside
+            self.saver.go_back()  # some were set aside
         return reports
 
     def _scrub(self, root: Root) -> dict[int, VerifyReport]:
@@ -131,39 +130,6 @@ class ByHand:
         if mended or any(report.ok for report in reports.values()):
             set_aside(root.deletion, left)
         return mended
-
-    def newest(self) -> int | None:
-        """Returns the newest step of the roots, as process 0 finds it."""
-        return self._lead("newest", partial(newest_of, self.roots))
-
-    def go_on(self, step: int, first: int, *, is_newest: bool) -> None:
-        """Continues from a restored step; if `first` is another, some may have been set aside."""
-        for root in self.roots:
-            if not root.owner.is_guest or step in (root.known_steps() or ()):
-                root.owner.seen = max(root.owner.seen, step)
-        self.saver.comparisons.ask()
-        self.saver.position.come_from(step, is_newest=is_newest)
-        if not self.writes:
-            return
-        if step != first and not is_newest:
-            self.go_back()
-        elif step != first:
-            newest = self.newest()
-            self.saver.went_back(max(step, -1 if newest is None else newest), good=step)
-        elif is_newest and self.saver.is_behind(step):
-            self.saver.went_back(step, good=step)
-
-    def go_back(self) -> None:
-        """Continues, alike in all processes, from the newest step that is left."""
-        local, position, newest = self.roots[0], self.saver.position, self.newest()
-        whole = restorable = None
-        if is_apart(local):
-            most = -1 if position.base is None else position.base
-            about: Any = {"most": most, "deleted": position.deleted}
-            whole, restorable, *_ = newest_in(self.roots, floor=position.floor, **about)
-        if local.group.part is not None:
-            newest = max((n for n in (newest, whole) if n is not None), default=None)
-        self.saver.went_back(newest, good=newest, restorable=restorable)
 
     def _everywhere(
         self,

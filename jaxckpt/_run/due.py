@@ -38,9 +38,10 @@ class DueSteps:
         return self.schedules[0]
 
     @property
-    def last_step(self) -> int | None:
-        """Returns the step for which `move_on` was called last."""
-        return self.schedules[-1].last_step
+    def last_step(self) -> int:
+        """Returns the step for which `move_on` was called last, or -1."""
+        last = self.schedules[-1].last_step
+        return -1 if last is None else last
 
     def decide(self, step: int, is_busy: Callable[[], bool]) -> tuple[Decision, bool]:
         """Returns the decision, and whether the step goes to the directory.

@@ -400,7 +400,7 @@ class CheckpointManager:
         first, self.restored_step, state = found
         if isinstance(reading, StateReading):
             self._saver.restored(self.restored_step, reading.meter, reading.start_s)
-        self._by_hand.go_on(self.restored_step, first, is_newest=goes_on)
+        self._saver.go_on(self.restored_step, first, is_newest=goes_on)
         reading.set_objects(state)  # last: an object of one process may raise
         return state
 
@@ -436,7 +436,7 @@ class CheckpointManager:
         reading = self._reading(None, items, request)
         steps = self._resume.of("latest")
         if not steps:
-            self._saver.position.come_from(None)
+            self._saver.position.come_from(-1)
             return as_restored(init(), request), 0
         reading.like = init() if request.keeps_values else shapes_of(init)
         try:
@@ -444,7 +444,7 @@ class CheckpointManager:
             found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
-            self._saver.position.come_from(None)
+            self._saver.position.come_from(-1)
             return as_restored(init(), request), 0
         return self._go_on(found, reading, goes_on=True), found[1]
 

@@ -104,7 +104,7 @@ class Opening:
                 self._owner.lock.release()
             self._owner.doubt()
             away = {"away": str(error), "silent": bool(reach.away)}
-            return {"newest": None, "naming": None, **away}
+            return {"newest": -1, "naming": None, **away}
 
     def _begin(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         index = self._index
@@ -130,7 +130,7 @@ class Opening:
             _finish_commit(index, newest)
         naming = None if index.naming is None else asdict(index.naming)
         return {
-            "newest": newest,
+            "newest": -1 if newest is None else newest,
             "naming": naming,
             "owned": not self._owner.is_guest,
             "run": self._owner.run,

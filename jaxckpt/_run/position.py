@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, final
 
-from jaxckpt._run.copies import Saved
+from jaxckpt._run.copies import NO_STEP, Saved
 from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.root import Root, is_apart, is_in_any, newest_of
-from jaxckpt._run.roots import Opened, newest_in
+from jaxckpt._run.roots import Newest, Opened, newest_in
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
@@ -20,22 +20,21 @@ from jaxckpt.multihost import Json, Processes, lead
 @final
 @dataclass
 class Position:
-    """The position of a run that this job continues."""
+    """The position of a run that this job continues; a step is -1 where there is none."""
 
     roots: Sequence[Root]  # the nearest first
     processes: Processes
     opened: Opened
-    floor: int | None = field(init=False)  # the newest step known to be committed
-    agreed: int | None = field(init=False)  # the newest good step when all last agreed
+    floor: int = field(init=False)  # the newest step known to be committed
+    agreed: int = field(init=False)  # the newest good step when all last agreed
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
     # The newest step from which the run goes on: no disk leaves it behind. It is newer than the
     # floor only if no process alone knows that it is whole: see `root.is_apart`.
-    base: int | None = None
+    base: int = -1
     deleted: set[int] = field(default_factory=set)  # by hand
     # What all places together have above the floor, if a step below the base was in question.
-    _shown: Sequence[int] | None = None
-    _ahead: int = -1  # the newest of these that is whole
+    _ahead: Newest | None = None
     _is_there: bool = False  # whether the step in question is
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
@@ -44,31 +43,29 @@ class Position:
     def __post_init__(self) -> None:
         self.floor = self.agreed = self.opened.newest
         self.is_owned = self.opened.owned
-        self._go_on_from(self.floor, self.opened.restorable)
+        self.come_from(self.floor, self.opened.restorable)
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
         return lead(self.processes, name, do, where=where)
 
-    def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
+    def why_not(self, step: int, last: int, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
-        if self._is_there:
-            self._report_kept(step)
-            return _there(step)
-        if not any(known is not None and step <= known for known in (self.agreed, last)):
-            return ""
-        if step < self._of_other:
-            return f"the job before has saved step {self._of_other}"
 
         def is_there() -> bool:
             return step in saving() or is_in_any(  # not from memory: it may have been deleted
                 self.roots, lambda root: root.counts(step, self.floor) and root.has(step)
             )
 
-        found = self._lead(f"there/{step}", is_there)
-        if found:
-            self._report_kept(step)
-        return _there(step) if found else ""
+        if not self._is_there:
+            if step > max(self.agreed, last):
+                return ""
+            if step < self._of_other:
+                return f"the job before has saved step {self._of_other}"
+            if not self._lead(f"there/{step}", is_there):
+                return ""
+        self._report_kept(step)
+        return f"step {step} is there already or being saved"
 
     def _report_kept(self, step: int) -> None:
         """Reports once for each restore that a step from before it stays."""
@@ -82,7 +79,7 @@ class Position:
                 "start a new run from the older one (jaxckpt.fork)"
             )
 
-    def look_ahead(self, step: int, last: int | None) -> None:
+    def look_ahead(self, step: int, last: int) -> None:
         """Learns whether a step in question is beside newer ones that no disk alone has whole.
 
         If they cannot be restored, the run goes on without them.
@@ -91,20 +88,21 @@ class Position:
             last: The step saved last. Once a save has begun, the saving thread of each process
                 changes the base and the floor at another time, and no step in question is below.
         """
-        self._is_there, base = False, self.base
-        if not is_apart(self.roots[0]) or base is None or (last is not None and last >= base):
+        self._is_there = False
+        is_below = self.floor < step <= self.base and last < self.base
+        if not (is_below and is_apart(self.roots[0])):
             return
-        if not (-1 if self.floor is None else self.floor) < step <= base:
-            return
-        if self._shown is None:
-            found = newest_in(self.roots, floor=self.floor, most=base, deleted=self.deleted)
-            self._go_on_from(self.floor, found.restorable)
-            self._shown = found.shown
-            self._ahead = -1 if found.restorable is None else found.restorable.step
-        if step < self._ahead and step in self._shown:
+        if (found := self._ahead) is None:
+            found = self._together()
+            self.come_from(self.floor, found.restorable)
+            self._ahead = found
+        if step < found.restorable.step and step in found.shown:
             whole = is_whole(self.roots, step, self.processes, states=True)
             self._is_there = whole is not False
-        self._is_there |= step == self._ahead
+        self._is_there |= step == found.restorable.step
+
+    def _together(self) -> Newest:
+        return newest_in(self.roots, floor=self.floor, most=self.base, deleted=self.deleted)
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.
@@ -120,20 +118,19 @@ class Position:
 
         newest = self._lead("join", join)
         self.is_owned = True
-        if newest is not None and newest > (-1 if self.floor is None else self.floor):
+        if newest > self.floor:
             self.floor = self.agreed = self._of_other = newest
-            self.base = _newer(newest, self.base)
+            self.base = max(newest, self.base)
 
     def check(self, step: int, saving: Sequence[int]) -> None:
         """Raises StepExists or ValueError unless a step is newer than all others."""
-        floor = max(*saving, self._ahead, -1 if self.floor is None else self.floor)
+        floor = max(*saving, self.base, self.floor)
         if step > floor:
             return
-        is_known = bool(saving) or floor == self._ahead
+        is_known = bool(saving) or self.base > self.floor
         if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
             # Others have deleted the newest.
-            self.floor = newest_of(self.roots)
-            floor = -1 if self.floor is None else self.floor
+            self.floor = self.base = floor = newest_of(self.roots)
             if step > floor:
                 return
         index = self.roots[0].index
@@ -146,9 +143,34 @@ class Position:
             "(jaxckpt.fork)."
         )
 
-    def go_back(
-        self, newest: int | None, good: int | None, restorable: Saved | None = None
-    ) -> None:
+    def newest(self) -> int:
+        """Returns the newest step of the roots, as process 0 finds it."""
+        return self._lead("newest", partial(newest_of, self.roots))
+
+    def go_on(self, step: int, first: int, *, is_newest: bool) -> bool:
+        """Continues from a restored step; returns whether later steps are gone.
+
+        Args:
+            first: The step to restore; if that is another, some may have been set aside.
+        """
+        self.come_from(step if is_newest else max(step, self.base))
+        if step == first and not (is_newest and step > max(self.agreed, self.floor)):
+            return False  # else it was unknown, as when the directory was away
+        if is_newest:
+            self._leave(step if step == first else max(step, self.newest()), step)
+        else:
+            self.go_back()
+        return True
+
+    def go_back(self) -> None:
+        """Continues, alike in all processes, from the newest step that is left."""
+        newest, found = self.newest(), Newest()
+        if is_apart(self.roots[0]):
+            found = self._together()
+        newest = max(newest, found.whole)
+        self._leave(newest, newest, found.restorable)
+
+    def _leave(self, newest: int, good: int, restorable: Saved = NO_STEP) -> None:
         """Records that later steps are gone.
 
         Args:
@@ -160,25 +182,17 @@ class Position:
         self.floor, self.agreed, self._of_other = newest, good, -1
         lives = self.roots[0].lives  # the steps that are gone may be saved again
         self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
-        self._go_on_from(good, restorable)
-
-    def come_from(self, step: int | None, *, is_newest: bool = True) -> None:
-        """Records the step that was restored, and whether as the newest one; None if none was."""
-        self._set_base(step if is_newest else _newer(step, self.base))
+        self.come_from(good, restorable)
 
     def committed(self, step: int) -> None:
         """Records a step that this job has saved."""
         self.floor = self.base = step
         self.deleted.discard(step)
 
-    def _go_on_from(self, step: int | None, restorable: Saved | None) -> None:
-        """Lets later steps come from the newer of two steps."""
-        if restorable is not None:
-            self.roots[0].lives[restorable.step] = restorable
-        self._set_base(_newer(step, restorable and restorable.step))
-
-    def _set_base(self, step: int | None) -> None:
-        self._shown, self._ahead = None, -1
+    def come_from(self, step: int, restorable: Saved = NO_STEP) -> None:
+        """Lets later steps come from the newer of two steps, or from none."""
+        self.roots[0].lives[restorable.step] = restorable
+        self._ahead, step = None, max(step, restorable.step)
         if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step
@@ -191,18 +205,17 @@ class Position:
         """
         if self._life is None:
             start, local = token[:12], self.roots[0]
-            step = self.base if is_apart(local) else self.agreed
-            if step is None and local.group.part is not None:
+            if self.base < 0 and local.group.part is not None:
                 # Written before anything else of this save; parts of earlier ones may be there.
                 local.owner.first = f"{local.owner.first} {start}".strip()
-            self._life = cache(partial(self._begin, start, step))
+            self._life = cache(partial(self._begin, start, self.base))
         return self._life
 
-    def _begin(self, start: str, step: int | None) -> Life:
+    def _begin(self, start: str, step: int) -> Life:
         """Returns the life that goes on from a step, or anew."""
-        saved = None if step is None else self.roots[0].lives.get(step) or self._saved(step)
+        saved = None if step < 0 else self.roots[0].lives.get(step) or self._saved(step)
         starts = saved.starts if saved is not None and saved.run == self.opened.run else ()
-        return Life(run=self.opened.run, starts=starts).begun(start, step)
+        return Life(run=self.opened.run, starts=starts).begun(start, None if step < 0 else step)
 
     def _saved(self, step: int) -> Saved | None:
         """Reads how the run got to a step, if that is recorded.
@@ -220,11 +233,3 @@ class Position:
         if problem is not None:
             raise problem
         return None
-
-
-def _there(step: int) -> str:
-    return f"step {step} is there already or being saved"
-
-
-def _newer(*steps: int | None) -> int | None:
-    return max((step for step in steps if step is not None), default=None)

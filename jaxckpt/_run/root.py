@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Held, Saved, Told
@@ -31,7 +30,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
-from jaxckpt.multihost import Group, Json, first_of, meeting, text_of
+from jaxckpt.multihost import Group, Json, first_of, text_of
 from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
@@ -208,14 +207,14 @@ class Root:
         """Returns whether a step is committed here."""
         return self.index.state(self.index.listing(), step) == "committed"
 
-    def counts(self, step: int, floor: int | None) -> bool:
+    def counts(self, step: int, floor: int) -> bool:
         """Returns whether a step here is one of the run, whatever the other groups have.
 
         Args:
             floor: The newest step that all are known to have. Of a newer step, which may come from
                 a save that failed, another process may lack its part.
         """
-        return self.group.part is None or (floor is not None and step <= floor)
+        return self.group.part is None or step <= floor
 
     def mend(self, step: int, good: StepIndex) -> bool:
         """Mends a damaged step from its good copy in another root; returns whether it did."""
@@ -300,14 +299,14 @@ def is_in_any(roots: Sequence[Root], is_in: Callable[[Root], bool]) -> bool:
     return False
 
 
-def newest_of(roots: Sequence[Root]) -> int | None:
-    """Returns the newest committed step of the roots that can be reached, or None.
+def newest_of(roots: Sequence[Root]) -> int:
+    """Returns the newest committed step of the roots that can be reached, or -1.
 
     Ignores the disks of hosts, since other processes may lack their parts of those steps.
     """
     found = reachable(roots, lambda root: root.index.newest())
     known = ((roots[i], step) for i, step in found.items() if step is not None)
-    return max((step for root, step in known if root.counts(step, None)), default=None)
+    return max((step for root, step in known if root.counts(step, -1)), default=-1)
 
 
 def newest_life(root: Root) -> list[Saved]:
@@ -316,37 +315,6 @@ def newest_life(root: Root) -> list[Saved]:
         newest = root.reach.ask(partial(newest_saved, root.index))
         return [] if newest is None else [newest]
     return []
-
-
-def learn_lone(root: Root, name: str) -> None:
-    """Learns which steps process 0 lacks; parts that cannot become whole are to be deleted.
-
-    Args:
-        name: Of the save after which all processes call this, each with its own root.
-    """
-    from jaxckpt._run.disks import lacking, whole_of
-
-    job, where, index, here = root.group.job, root.index.root, root.index, list[int]()
-    with (
-        meeting(job, f"{name}/steps", _not_in_first, where=where) as met,
-        contextlib.suppress(OSError),
-    ):
-        met.value = here = index.steps()
-    known, root.lone = root.lone or set(), None
-    if met.value is None:  # then after the next commit
-        return
-    new = whole = {*met.value} - known
-    if new and not root.peers.urls:  # else peers may have the rest
-        with meeting(job, f"{name}/whole", whole_of, where=where) as met:
-            met.value = lacking([index, *root.peers.here], new)
-        whole = {*met.value}
-    root.lone = known | whole
-    index.astray.update((new - whole).intersection(here))
-
-
-def _not_in_first(given: list[Any]) -> list[int] | None:
-    """Returns the steps that only others have; None if those of a process are unknown."""
-    return None if None in given else sorted({*chain(*given)}.difference(given[0]))
 
 
 def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> Any:  # JSON

@@ -1,7 +1,8 @@
-"""Opens the roots of a run together, and finds the newest step of them all."""
+"""Opens the roots of a run together, and learns which steps all disks together have."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,16 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jaxckpt._run.copies import Saved, Told, are_all, latest, over_disks, saves_in, went_on
+from jaxckpt._run.copies import (
+    NO_STEP,
+    Saved,
+    Told,
+    are_all,
+    latest,
+    over_disks,
+    saves_in,
+    went_on,
+)
 from jaxckpt._run.coverage import is_whole
 from jaxckpt._run.disks import lacking, whole_of
 from jaxckpt._run.listing import check_root, shown
@@ -25,9 +35,9 @@ class Opened:
 
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
-    newest: int | None = None  # step
-    restorable: Saved | None = None  # the newest step that all places together have whole
-    local_only: int | None = None  # the newest step, if the directory does not have it
+    newest: int = -1  # step, -1 if there is none
+    restorable: Saved = NO_STEP  # the newest step that all places together have whole
+    local_only: int = -1  # the newest step, if the directory does not have it
     owned: bool = True  # False if another job is running, and keeps the run until the first save
 
 
@@ -50,7 +60,7 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, found, owned, run = roots[-1], None, Newest(None, None, (), ()), True, ""
+    last, newest, found, owned, run = roots[-1], -1, Newest(), True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
@@ -62,7 +72,7 @@ def open_roots(
         run = settled.run if settled.away is not None else None
     begin = partial(last.opening.open, metadata, saves=saves[-1])
     try:
-        opened = begin(run=run, spared=newest, reach=None if newest is None else last.reach)
+        opened = begin(run=run, spared=newest, reach=None if newest < 0 else last.reach)
     except BaseException:
         for root in roots[:-1]:
             root.opening.fail()
@@ -77,36 +87,36 @@ def open_roots(
             f"If newer ones are there, stop this job: {away}"
         )
     there = opened["newest"]
-    is_behind = newest is not None and (there is None or there < newest)
     if found.parts:
         what = "lack chunks of these steps, which are left behind once the run goes on"
         text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
         roots[0].index.report(text, logs=last.group.leads)
-    if newest is there is found.restorable is None and (found.parts or len(found.shown) > 1):
+    is_new = max(newest, there, found.restorable.step) < 0
+    if is_new and (found.parts or len(found.shown) > 1):
         there = max(found.shown)  # no first save was interrupted: later, all disks may be here
     return Opened(
         run=opened["run"] if settled is None else settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
-        newest=newest if is_behind else there,
+        newest=max(newest, there),
         restorable=found.restorable,
-        local_only=newest if is_behind else None,
+        local_only=newest if newest > there else -1,
     )
 
 
 class Newest(NamedTuple):
-    """The newest steps in all places, which are alike in all processes."""
+    """The newest steps in all places, which are alike in all processes; -1 if there is none."""
 
-    whole: int | None  # that every process has on its disk, with every chunk
-    restorable: Saved | None  # that all places together have, and how the run got there
-    parts: Sequence[int]  # the later steps that every process has, but with too few chunks
-    shown: Sequence[int]  # the steps that were looked at
+    whole: int = -1  # that every process has on its disk, with every chunk
+    restorable: Saved = NO_STEP  # that all places together have, and how the run got there
+    parts: Sequence[int] = ()  # the later steps that every process has, but with too few chunks
+    shown: Sequence[int] = ()  # the steps that were looked at
 
 
 def newest_in(
     roots: Sequence[Root],
     *,
-    floor: int | None = None,
+    floor: float = math.inf,
     most: float = math.inf,
     deleted: Collection[int] = (),
 ) -> Newest:
@@ -123,30 +133,58 @@ def newest_in(
     steps = list[tuple[int, bool, bool, Any]]()
     for step, on_all, has_parts, life in judged:
         if step <= most and step not in deleted:
-            steps.append((step, on_all and (floor is None or step <= floor), has_parts, life))
+            steps.append((step, on_all and step <= floor, has_parts, life))
     known = [counts and has_parts for _, counts, has_parts, _ in steps]
     before = known.index(True) if any(known) else len(known)
-    may_be = _may_be_whole(roots, [step for step, *_ in steps[:before] if step > durable])
-    shown, restorable, parts = [step for step, *_ in steps], None, list[int]()
+    asked = [step for step, *_ in steps[:before] if step > durable]
+    name = f"manager {roots[-1].index.root}/may be whole"
+    may_be = _may_be_whole(roots[0], name, asked, states=True)
+    shown, restorable, parts = [step for step, *_ in steps], NO_STEP, list[int]()
     for step, counts, has_parts, life in steps:
-        asks = step in may_be and (counts or restorable is None)
+        asks = step in may_be and (counts or restorable.step < 0)
         if has_parts or (asks and _is_whole(roots, step)):
-            restorable = restorable or Saved.told(life)
+            restorable = Saved.told(life) if restorable.step < 0 else restorable
             if counts:
                 return Newest(step, restorable, parts, shown)
         elif counts and step > durable:
             parts.append(step)
-    return Newest(None, restorable, parts, shown)
+    return Newest(-1, restorable, parts, shown)
 
 
-def _may_be_whole(roots: Sequence[Root], steps: Sequence[int]) -> Collection[int]:
-    """Returns the steps of which all disks together may have every chunk and state."""
-    local = roots[0]
-    if not steps or local.peers.urls:  # peers may have the rest
+def learn_lone(root: Root, name: str) -> None:
+    """Learns which steps process 0 lacks; parts that cannot become whole are to be deleted.
+
+    Args:
+        name: Of the save after which all processes call this, each with its own root.
+    """
+    job, index, here = root.group.job, root.index, list[int]()
+    with (
+        meeting(job, f"{name}/steps", _not_in_first, where=index.root) as met,
+        contextlib.suppress(OSError),
+    ):
+        met.value = here = index.steps()
+    known, root.lone = root.lone or set(), None
+    if met.value is None:  # then after the next commit
+        return
+    new = {*met.value} - known
+    whole = _may_be_whole(root, f"{name}/whole", new)
+    root.lone = known.union(whole)
+    index.astray.update(new.difference(whole).intersection(here))
+
+
+def _not_in_first(given: list[Any]) -> list[int] | None:
+    """Returns the steps that only others have; None if those of a process are unknown."""
+    return None if None in given else sorted({*chain(*given)}.difference(given[0]))
+
+
+def _may_be_whole(
+    root: Root, name: str, steps: Collection[int], *, states: bool = False
+) -> Collection[int]:
+    """Returns the steps of which all disks together may have every chunk, see `is_whole`."""
+    if not steps or root.peers.urls:  # peers may have the rest
         return steps
-    name = f"manager {roots[-1].index.root}/may be whole"
-    with meeting(local.group.job, name, whole_of, where=local.index.root) as met:
-        met.value = lacking([local.index, *local.peers.here], steps, states=True)
+    with meeting(root.group.job, name, whole_of, where=root.index.root) as met:
+        met.value = lacking([root.index, *root.peers.here], steps, states=states)
     return met.value
 
 

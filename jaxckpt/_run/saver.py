@@ -17,14 +17,13 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.pace import Pace
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run.comparisons import Comparisons
-from jaxckpt._run.copies import Saved
 from jaxckpt._run.due import DueSteps
 from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption, what_fits
-from jaxckpt._run.root import Root, learn_lone
-from jaxckpt._run.roots import look_at, open_roots
+from jaxckpt._run.root import Root
+from jaxckpt._run.roots import learn_lone, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sender import Upload
 from jaxckpt._run.taking import Given, Taking
@@ -96,7 +95,7 @@ class Saver:
         saves = [self.worker] if tiers is None else [self.worker, tiers.uploader.worker]
         about = options.run_metadata, tiers and tiers.settled
         opened = open_roots(roots, saves, *about) if options.writes else look_at(roots)
-        if is_new := opened.newest is None:
+        if is_new := opened.newest < 0:
             self.ledger.note(began=0)
         self.session, policy, now_s = opened.session, options.policy, time.monotonic()
         schedule = Schedule(
@@ -118,7 +117,7 @@ class Saver:
         self._taking = Taking(roots, processes, *copying)
 
     def _upload_left(self) -> None:
-        if self._tiers is not None and self._left is not None:
+        if self._tiers is not None and self._left >= 0:
             self._tiers.uploader.resume(self._left)
 
     @property
@@ -186,27 +185,32 @@ class Saver:
         self.worker.wait([self._for_preemption])
         return self._for_preemption.timing is not None
 
-    def went_back(
-        self, newest: int | None, *, good: int | None, restorable: Saved | None = None
-    ) -> None:
-        """Records that later steps are gone; see `Position.go_back`."""
-        self.position.go_back(newest, good, restorable)
+    def go_on(self, step: int, first: int, *, is_newest: bool) -> None:
+        """Continues from a restored step; see `Position.go_on`."""
+        for root in self._roots:
+            if not root.owner.is_guest or step in (root.known_steps() or ()):
+                root.owner.seen = max(root.owner.seen, step)
+        self.comparisons.ask()
+        if self._options.writes and self.position.go_on(step, first, is_newest=is_newest):
+            self._went_back()
+
+    def go_back(self) -> None:
+        """Continues, alike in all processes, from the newest step that is left."""
+        self.position.go_back()
+        self._went_back()
+
+    def _went_back(self) -> None:
         self.incremental.clear()
         if self._tiers is not None:
-            self._tiers.sender.go_back(newest)
+            self._tiers.sender.go_back(self.position.floor)
 
     def restored(self, step: int, meter: Meter, start_s: float) -> None:
         """Records a restore of the state; later steps that are there stay, and are reported."""
-        newest = max(self.position.floor or 0, self.position.base or 0)
-        self.position.later = range(step + 1, newest + 1)
+        self.position.later = range(step + 1, max(self.position.floor, self.position.base) + 1)
         self.timings.append(meter.timing())
         restore_s = time.monotonic() - start_s
         self.due.record(restore_s=restore_s)
         self.ledger.restored(step, restore_s)
-
-    def is_behind(self, step: int) -> bool:
-        """Returns whether a step was unknown, as when the directory was away; all answer alike."""
-        return all(n is None or n < step for n in (self.position.agreed, self.position.floor))
 
     # --- in the caller's thread ------------------------------------------------------------------
 

@@ -94,10 +94,10 @@ class Sender:
         """Returns how long an upload takes at the last upload's speed; None if that is unknown."""
         return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
 
-    def go_back(self, newest: int | None) -> None:
+    def go_back(self, newest: int) -> None:
         """Forgets the steps after `newest`, which are gone; an older upload may still follow it."""
-        limit, both = -1 if newest is None else newest, (self.newest, self.newest_direct)
-        left = (n if n is not None and n <= limit else None for n in both)
+        both = self.newest, self.newest_direct
+        left = (n if n is not None and n <= newest else None for n in both)
         self.newest, self.newest_direct = left
 
     def has_begun(self, one: Upload) -> bool:

@@ -101,7 +101,7 @@ class Tiers:
         decided = lead(leads.within(leads.timeout_s + 60), name, wait, where=where)
         self.follow_decided(decided)
 
-    def choose_root(self, size_bytes: int, name: str, floor: int | None) -> Root:
+    def choose_root(self, size_bytes: int, name: str, floor: int) -> Root:
         """Returns where to save, alike in all processes: locally, while the disk has room.
 
         Args:
@@ -113,7 +113,7 @@ class Tiers:
                 led.value = self._is_full(size_bytes * group.mates.count, floor)
         return self.directory if led.value else self.local
 
-    def _is_full(self, size_bytes: int, floor: int | None) -> bool:
+    def _is_full(self, size_bytes: int, floor: int) -> bool:
         """Returns whether the disk is full although older local steps were deleted."""
         index = self.local.index
         if self._has_room(size_bytes):
@@ -128,7 +128,7 @@ class Tiers:
         index.report(f"{index.root}: the disk is full, so steps are saved in the directory itself")
         return True
 
-    def _newest_unless_durable(self, floor: int | None) -> list[int]:
+    def _newest_unless_durable(self, floor: int) -> list[int]:
         """Returns the newest step, and later ones, which other processes may lack."""
         steps, sent = self.local.index.steps(), self.sender.newest
         newest = [n for n in steps if self.local.counts(n, floor)][-1:]

@@ -3450,7 +3450,8 @@ def test_a_step_from_before_another_job_went_on_is_refused(tmp_path):
     with contextlib.suppress(SaveFailed):
         first.close()
     late = CheckpointManager(tmp_path)
-    late._saver.position.floor = None  # as if it had been opened before
+    position = late._saver.position
+    position.floor = position.base = -1  # as if it had been opened before
     with pytest.raises(SaveFailed, match="another job has saved step 3"):
         late.save(1, {"w": 0}).result(60)
     with contextlib.suppress(SaveFailed):
