@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxckpt.format.step import CUT, Life, Starts
 
@@ -124,15 +124,12 @@ class Saved(NamedTuple):
         return [start for start, _ in self.starts]
 
 
-NO_STEP: Final = Saved(-1)
-
-
 class Held(NamedTuple):
     """A step on one disk, as its process reports it."""
 
     step: int
     save: str | None = None  # the token of its save; None if it cannot be read now
-    life: Saved = NO_STEP
+    life: Saved = Saved(-1)
     metrics: Mapping[str, Any] | None = None  # None if they are unknown, or nobody ranks by them
     problem: str | None = None  # why it, or its metrics, cannot be read now
     part: Sequence[int] = (0, 1)  # whose shards it has, and the number of processes

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, final
 
-from jaxckpt._run.copies import NO_STEP, Saved
-from jaxckpt._run.coverage import is_whole
+from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.root import Root, is_apart, is_in_any, newest_of
-from jaxckpt._run.roots import Newest, Opened, newest_in
+from jaxckpt._run.roots import NOTHING, Newest, Opened, newest_in, seems_whole
 from jaxckpt.errors import CheckpointError, StepExists, is_io_failure
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead
@@ -33,9 +32,7 @@ class Position:
     # floor only if no process alone knows that it is whole: see `root.is_apart`.
     base: int = -1
     deleted: set[int] = field(default_factory=set)  # by hand
-    # What all places together have above the floor, if a step below the base was in question.
-    _ahead: Newest | None = None
-    _is_there: bool = False  # whether the step in question is
+    _found: Newest = NOTHING  # in all places together, when they were looked at last
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
@@ -43,7 +40,7 @@ class Position:
     def __post_init__(self) -> None:
         self.floor = self.agreed = self.opened.newest
         self.is_owned = self.opened.owned
-        self.come_from(self.floor, self.opened.restorable)
+        self.come_from(self.floor, self.opened.found)
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
@@ -57,7 +54,7 @@ class Position:
                 self.roots, lambda root: root.counts(step, self.floor) and root.has(step)
             )
 
-        if not self._is_there:
+        if not self._is_ahead(step, last):
             if step > max(self.agreed, last):
                 return ""
             if step < self._of_other:
@@ -79,30 +76,15 @@ class Position:
                 "start a new run from the older one (jaxckpt.fork)"
             )
 
-    def look_ahead(self, step: int, last: int) -> None:
-        """Learns whether a step in question is beside newer ones that no disk alone has whole.
+    def _is_ahead(self, step: int, last: int) -> bool:
+        """Returns whether a step is there beside newer ones that no disk alone has whole.
 
-        If they cannot be restored, the run goes on without them.
-
-        Args:
-            last: The step saved last. Once a save has begun, the saving thread of each process
-                changes the base and the floor at another time, and no step in question is below.
+        Once a save has begun, no step in question is: the floor changes in the saving threads.
         """
-        self._is_there = False
-        is_below = self.floor < step <= self.base and last < self.base
-        if not (is_below and is_apart(self.roots[0])):
-            return
-        if (found := self._ahead) is None:
-            found = self._together()
-            self.come_from(self.floor, found.restorable)
-            self._ahead = found
-        if step < found.restorable.step and step in found.shown:
-            whole = is_whole(self.roots, step, self.processes, states=True)
-            self._is_there = whole is not False
-        self._is_there |= step == found.restorable.step
-
-    def _together(self) -> Newest:
-        return newest_in(self.roots, floor=self.floor, most=self.base, deleted=self.deleted)
+        ahead = self._found.restorable.step
+        if last >= ahead or not self.floor < step <= ahead or step not in self._found.shown:
+            return False
+        return step == ahead or seems_whole(self.roots, step)
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.
@@ -148,51 +130,45 @@ class Position:
         return self._lead("newest", partial(newest_of, self.roots))
 
     def go_on(self, step: int, first: int, *, is_newest: bool) -> bool:
-        """Continues from a restored step; returns whether later steps are gone.
-
-        Args:
-            first: The step to restore; if that is another, some may have been set aside.
-        """
-        self.come_from(step if is_newest else max(step, self.base))
-        if step == first and not (is_newest and step > max(self.agreed, self.floor)):
-            return False  # else it was unknown, as when the directory was away
+        """Continues from a step that took the place of `first`; returns whether steps are gone."""
+        base, is_first = step if is_newest else max(step, self.base), step == first
+        self.come_from(base, NOTHING if is_newest else self._found)
+        is_known = not is_newest or step <= max(self.agreed, self.floor)  # the directory was there
+        if is_first and is_known:
+            return False
         if is_newest:
-            self._leave(step if step == first else max(step, self.newest()), step)
+            self._leave(step if is_first else max(step, self.newest()), step)
         else:
-            self.go_back()
+            self.go_back()  # some may have been set aside
         return True
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
-        newest, found = self.newest(), Newest()
+        newest, found, limits = self.newest(), NOTHING, {"floor": self.floor, "most": self.base}
         if is_apart(self.roots[0]):
-            found = self._together()
+            found = newest_in(self.roots, **limits, deleted=self.deleted)
         newest = max(newest, found.whole)
-        self._leave(newest, newest, found.restorable)
+        self._leave(newest, newest, found)
 
-    def _leave(self, newest: int, good: int, restorable: Saved = NO_STEP) -> None:
-        """Records that later steps are gone.
-
-        Args:
-            good: The newest step that every process trusts.
-            restorable: The newest step that all places together have; see `roots.Newest`.
-        """
+    def _leave(self, newest: int, good: int, found: Newest = NOTHING) -> None:
+        """Records that later steps are gone; `good` is the newest that every process trusts."""
         if good != self.floor:
             self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         lives = self.roots[0].lives  # the steps that are gone may be saved again
         self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
-        self.come_from(good, restorable)
+        self.come_from(good, found)
 
     def committed(self, step: int) -> None:
         """Records a step that this job has saved."""
         self.floor = self.base = step
         self.deleted.discard(step)
 
-    def come_from(self, step: int, restorable: Saved = NO_STEP) -> None:
-        """Lets later steps come from the newer of two steps, or from none."""
+    def come_from(self, step: int, found: Newest = NOTHING) -> None:
+        """Lets later steps come from a step or a newer one that was found, or from none."""
+        restorable, self._found = found.restorable, found
         self.roots[0].lives[restorable.step] = restorable
-        self._ahead, step = None, max(step, restorable.step)
+        step = max(step, restorable.step)
         if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step

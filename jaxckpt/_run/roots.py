@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jaxckpt._run.copies import (
-    NO_STEP,
     Saved,
     Told,
     are_all,
@@ -29,6 +28,18 @@ from jaxckpt._save.worker import Worker
 from jaxckpt.multihost import meeting
 
 
+class Newest(NamedTuple):
+    """The newest steps in all places, which are alike in all processes; -1 if there is none."""
+
+    whole: int = -1  # that every process has on its disk, with every chunk
+    restorable: Saved = Saved(-1)  # that all places together have, and how the run got there
+    parts: Sequence[int] = ()  # the later steps that every process has, but with too few chunks
+    shown: Sequence[int] = ()  # the steps that were looked at
+
+
+NOTHING: Final = Newest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """Describes what all processes know of a run that they have opened; by default, for reading."""
@@ -36,7 +47,7 @@ class Opened:
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
     newest: int = -1  # step, -1 if there is none
-    restorable: Saved = NO_STEP  # the newest step that all places together have whole
+    found: Newest = NOTHING  # in all places together
     local_only: int = -1  # the newest step, if the directory does not have it
     owned: bool = True  # False if another job is running, and keeps the run until the first save
 
@@ -60,7 +71,7 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, found, owned, run = roots[-1], -1, Newest(), True, ""
+    last, newest, found, owned, run = roots[-1], -1, NOTHING, True, ""
     for root in roots[:-1]:
         here = root.opening.open(metadata, saves=saves[0])
         newest, owned = here["newest"], here["owned"]
@@ -99,18 +110,9 @@ def open_roots(
         session=opened["session"],
         owned=owned and opened.get("owned", True),
         newest=max(newest, there),
-        restorable=found.restorable,
+        found=found,
         local_only=newest if newest > there else -1,
     )
-
-
-class Newest(NamedTuple):
-    """The newest steps in all places, which are alike in all processes; -1 if there is none."""
-
-    whole: int = -1  # that every process has on its disk, with every chunk
-    restorable: Saved = NO_STEP  # that all places together have, and how the run got there
-    parts: Sequence[int] = ()  # the later steps that every process has, but with too few chunks
-    shown: Sequence[int] = ()  # the steps that were looked at
 
 
 def newest_in(
@@ -139,10 +141,10 @@ def newest_in(
     asked = [step for step, *_ in steps[:before] if step > durable]
     name = f"manager {roots[-1].index.root}/may be whole"
     may_be = _may_be_whole(roots[0], name, asked, states=True)
-    shown, restorable, parts = [step for step, *_ in steps], NO_STEP, list[int]()
+    shown, restorable, parts = [step for step, *_ in steps], Saved(-1), list[int]()
     for step, counts, has_parts, life in steps:
         asks = step in may_be and (counts or restorable.step < 0)
-        if has_parts or (asks and _is_whole(roots, step)):
+        if has_parts or (asks and seems_whole(roots, step)):
             restorable = Saved.told(life) if restorable.step < 0 else restorable
             if counts:
                 return Newest(step, restorable, parts, shown)
@@ -188,7 +190,8 @@ def _may_be_whole(
     return met.value
 
 
-def _is_whole(roots: Sequence[Root], step: int) -> bool:
+def seems_whole(roots: Sequence[Root], step: int) -> bool:
+    """Returns whether all disks may have all of a step, with the states of its objects."""
     ask = partial(is_whole, roots, step, roots[0].group.job, states=True)
     found = ask()
     return found is True or (found is not False and ask() is not False)  # a read may fail once

@@ -164,7 +164,6 @@ class Saver:
 
         if not self._options.writes:
             return because("the manager was opened with mode='r'", save=False)
-        self.position.look_ahead(step, self.due.last_step)
         if not force and (why := self.position.why_not(step, self.due.last_step, self._saving)):
             return because(why, save=False)
         if self.preemption.reached(step) and not self._is_saved_for_preemption():
