@@ -66,29 +66,39 @@ def open_roots(
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
 ) -> Opened:
-    """Opens the roots of a run for writing.
+    """Opens the roots of a run for writing."""
+    if settled is not None:
+        return _open_both(roots, saves, metadata, settled)
+    opened = roots[0].opening.open(metadata, saves=saves[0], run="")
+    return Opened(**{name: opened[name] for name in ("run", "session", "newest", "owned")})
+
+
+def _open_both(
+    roots: Sequence[Root],
+    saves: Sequence[Worker[Any]],
+    metadata: Mapping[str, Any] | None,
+    settled: Local,
+) -> Opened:
+    """Opens a local root, and the directory behind it.
 
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    last, newest, found, owned, run = roots[-1], -1, NOTHING, True, ""
-    for root in roots[:-1]:
-        here = root.opening.open(metadata, saves=saves[0])
-        newest, owned = here["newest"], here["owned"]
-        if is_apart(root):
-            found = newest_in(roots)
-        if root.group.part is not None:  # each is taken over
-            newest, owned = found.whole, True
-    if settled is not None:  # its id is known, unless it is away
-        run = settled.run if settled.away is not None else None
-    begin = partial(last.opening.open, metadata, saves=saves[-1])
+    local, last = roots
+    here = local.opening.open(metadata, saves=saves[0])
+    found = newest_in(roots) if is_apart(local) else NOTHING
+    newest, owned = here["newest"], here["owned"]
+    if local.group.part is not None:  # each is taken over
+        newest, owned = found.whole, True
+    about: Any = {"spared": newest, "reach": None if newest < 0 else last.reach}
+    if settled.away is not None:  # else its id is known
+        about["run"] = settled.run
     try:
-        opened = begin(run=run, spared=newest, reach=None if newest < 0 else last.reach)
+        opened = last.opening.open(metadata, saves=saves[1], **about)
     except BaseException:
-        for root in roots[:-1]:
-            root.opening.fail()
+        local.opening.fail()
         raise
-    if settled is not None and settled.away is not None:
+    if settled.away is not None:
         last.owner.doubt()  # newer steps may be there, even if it answers by now
     if away := opened.get("away"):
         if opened["silent"]:  # to process 0; let no other wait for it
@@ -101,12 +111,12 @@ def open_roots(
     if found.parts:
         what = "lack chunks of these steps, which are left behind once the run goes on"
         text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
-        roots[0].index.report(text, logs=last.group.leads)
+        local.index.report(text, logs=last.group.leads)
     is_new = max(newest, there, found.restorable.step) < 0
     if is_new and (found.parts or len(found.shown) > 1):
         there = max(found.shown)  # no first save was interrupted: later, all disks may be here
     return Opened(
-        run=opened["run"] if settled is None else settled.run,
+        run=settled.run,
         session=opened["session"],
         owned=owned and opened.get("owned", True),
         newest=max(newest, there),
