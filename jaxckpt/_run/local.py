@@ -38,7 +38,7 @@ from jaxckpt._run.identity import (
 )
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.listing import check_root, shown
-from jaxckpt._run.reach import Reach
+from jaxckpt._run.reach import Reach, twice
 from jaxckpt._run.shares import machine, origin_in, share_on_disk
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
@@ -144,7 +144,7 @@ def _learn(
     ask = partial(_learn_there, directory, named or free, writes=writes)
     has_steps = any(_steps_in(StepIndex(local.storage, at, quiet=True)) for at in ours)
     try:
-        return *(reach.ask_twice(ask) if has_steps else ask()), None
+        return *(twice(partial(reach.ask, ask)) if has_steps else ask()), None
     except OSError as error:
         if not named:
             raise

@@ -17,13 +17,23 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar, final
 
 from jaxckpt._core.threads import daemons
-from jaxckpt.errors import CorruptCheckpoint, StoreError
+from jaxckpt.errors import StoreError, is_io_failure
 from jaxckpt.storage._limit import within
 
 T = TypeVar("T")
 
 AWAY_S: Final = 10.0
 _LAST_S: Final = 1.0  # how long the end waits for a root that is away
+
+
+def twice(do: Callable[[], T]) -> T:
+    """Calls a function, and once more if a read fails: a file system may err for a moment."""
+    try:
+        return do()
+    except Exception as error:
+        if not is_io_failure(error):
+            raise
+        return do()
 
 
 @final
@@ -69,17 +79,6 @@ class Reach:
             return call.result()
         finally:
             del call  # refers to the error, whose traceback refers to this frame
-
-    def ask_twice(self, do: Callable[[], T]) -> T:
-        """Asks, and once more if the root refuses at once: a file system may err for a moment."""
-        try:
-            return self.ask(do)
-        except CorruptCheckpoint:
-            raise
-        except OSError:
-            if self.away:
-                raise
-            return self.ask(do)
 
     def _look_at_late(self, do: Callable[[], Any]) -> None:
         """Finds out whether the root is back; if nothing is asked, asks in the background."""

@@ -22,7 +22,7 @@ from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.opening import Opening
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.peers import Peers
-from jaxckpt._run.reach import AWAY_S, Reach
+from jaxckpt._run.reach import AWAY_S, Reach, twice
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
@@ -277,7 +277,8 @@ def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     for i, root in enumerate(roots):
         may_lack_it = any(answer not in (None, []) for answer in answers.values())
         try:
-            answers[i] = root.reach.ask_twice(partial(ask, root)) if may_lack_it else ask(root)
+            do = partial(ask, root)
+            answers[i] = twice(partial(root.reach.ask, do)) if may_lack_it else do()
         except OSError as error:
             if not may_lack_it:
                 raise
@@ -340,17 +341,15 @@ def judge_steps(roots: Sequence[Root], judge: Callable[[Told, Told], Json]) -> A
     return heard["verdict"]
 
 
-def _here(root: Root, *, is_ranked: bool, tries_left: int = 1) -> Json:
+def _here(root: Root, *, is_ranked: bool) -> Json:
     """Returns the steps on this process's disk, those elsewhere, and the disk's problem."""
     steps, others, problem = [], [], ""
     there = partial(steps_on_disk, is_ranked=is_ranked)
     root.peers.forget()
     try:
-        steps = there(root.index)
-        others = [there(one) for one in root.peers.here]
+        steps = twice(partial(there, root.index))
+        others = [twice(partial(there, one)) for one in root.peers.here]
     except OSError as error:
-        if tries_left:  # a read may fail once
-            return _here(root, is_ranked=is_ranked, tries_left=0)
         problem = text_of(error) or ""
     if root.group.job.index == 0:  # one process asks all peers
         others += [there(one) for one in root.peers.there()]

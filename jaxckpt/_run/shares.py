@@ -31,6 +31,7 @@ from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.places import Table, check_complete, decode_table, encode_table, unite
 from jaxckpt._run.copies import Held, Saved
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.reach import twice
 from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
@@ -103,13 +104,11 @@ def steps_on_disk(index: StepIndex, *, is_ranked: bool = False) -> list[Held]:
     return [_with_metrics(index, one) if is_ranked else one for one in found if one is not None]
 
 
-def _held(index: StepIndex, number: int, tries_left: int = 1) -> Held | None:
-    """Returns a step that comes from a save, or reports why not; a read may fail once."""
+def _held(index: StepIndex, number: int) -> Held | None:
+    """Returns a step that comes from a save, or reports why not."""
     try:
-        found = find(index.storage, index.path(number))
+        found = twice(lambda: find(index.storage, index.path(number)))
     except (CheckpointError, OSError) as error:
-        if tries_left and is_io_failure(error):
-            return _held(index, number, 0)
         index.report(f"step {number} in {index.root} cannot be found: {error}")
         return Held(number, problem=text_of(error)) if is_io_failure(error) else None
     if found.record is None:
