@@ -22,7 +22,7 @@ class Leftovers:
     """The leftovers that a new owner has found, until they are removed."""
 
     def __init__(self, leases: Leases) -> None:
-        self.spared: int | None = None  # the step whose unfinished upload is kept for resuming
+        self.spared = -1  # the step whose unfinished upload is kept for resuming
         self.spared_work: list[str] = []  # directories of such uploads
         # Files of saves newer than the newest step, and of deletions, by step: all unfinished.
         self.files: dict[str, list[str]] = {}  # empty where steps appear by a rename
@@ -91,8 +91,7 @@ class Leftovers:
                 yield name
 
     def _is_spared(self, name: str) -> bool:
-        naming = self._index.naming or StepNames()
-        return self.spared is not None and self.spared == naming.step(name)
+        return (self._index.naming or StepNames()).step(name) == self.spared
 
     def _was_saving(self, path: str, files: list[str]) -> bool:
         """Returns whether a save left these files.

@@ -51,7 +51,7 @@ class Opening:
         *,
         saves: Worker[Any] | None,
         run: str | None = None,
-        spared: int | None = None,
+        spared: int = -1,
         reach: Reach | None = None,
     ) -> Any:  # JSON
         """Opens the run for writing in the leader; returns its newest step to the group.

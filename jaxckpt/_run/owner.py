@@ -116,7 +116,7 @@ class Ownership:
         self.first = ""  # as in the owner's file
         self._is_sure = True  # that no other job has saved since we took the run over
 
-    def open(self, run: str | None = None, spared: int | None = None) -> Listing:
+    def open(self, run: str | None = None, spared: int = -1) -> Listing:
         """Makes the root, takes the run over unless its owner is running and lists the run.
 
         Args:

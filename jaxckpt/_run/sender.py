@@ -73,8 +73,8 @@ class Sender:
         self._trusted: dict[str, int] | None = {} if shares else None
         self._bytes_per_s: float | None = None  # of the last upload that shows it
         # The newest step that this process sent; once process 0 has, it is committed.
-        self.newest: int | None = None
-        self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
+        self.newest = -1
+        self.newest_direct = -1  # that it saves or has saved in the directory itself
 
     def expect(self, step: int, *, is_ours: bool = True) -> Upload:
         """Returns the upload of a step that is being saved locally."""
@@ -97,8 +97,7 @@ class Sender:
     def go_back(self, newest: int) -> None:
         """Forgets the steps after `newest`, which are gone; an older upload may still follow it."""
         both = self.newest, self.newest_direct
-        left = (n if n is not None and n <= newest else None for n in both)
-        self.newest, self.newest_direct = left
+        self.newest, self.newest_direct = (n if n <= newest else -1 for n in both)
 
     def has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
@@ -206,8 +205,7 @@ class Sender:
 
     def _fence(self, one: Upload) -> None:
         # An older step may follow a newer step of ours, but not a newer step of another job.
-        ours = (self.newest, self.newest_direct)
-        is_newest = one.is_ours and all(other is None or one.step > other for other in ours)
+        is_newest = one.is_ours and one.step > max(self.newest, self.newest_direct)
         self.target.owner.fence(one.step if is_newest else None)
 
 

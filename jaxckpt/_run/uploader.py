@@ -104,7 +104,7 @@ class Uploader:
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
         with self.worker.lock:
-            self.sender.newest = max(one.step, self.sender.newest or 0)
+            self.sender.newest = max(one.step, self.sender.newest)
             one.has_ended = True
             self.worker.changed.notify_all()
 
@@ -173,8 +173,7 @@ class Uploader:
 
         def wait() -> None:
             finish()
-            newest = self.sender.newest
-            if left := [n for n in self._given_up if newest is None or n > newest]:
+            if left := [n for n in self._given_up if n > self.sender.newest]:
                 self._report(self.sender.left(left))
 
         senders = self._senders.within(self._processes.timeout_s + _LONGEST_PAUSE_S)
