@@ -144,9 +144,8 @@ class Position:
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
-        newest, found, limits = self.newest(), NOTHING, {"floor": self.floor, "most": self.base}
-        if is_apart(self.roots[0]):
-            found = newest_in(self.roots, **limits, deleted=self.deleted)
+        newest = self.newest()
+        found = newest_in(self.roots, self.floor, self.base, self.deleted)
         newest = max(newest, found.whole)
         self._leave(newest, newest, found)
 

@@ -86,8 +86,7 @@ def _open_both(
     """
     local, last = roots
     here = local.opening.open(metadata, saves=saves[0])
-    found = newest_in(roots) if is_apart(local) else NOTHING
-    newest, owned = here["newest"], here["owned"]
+    found, newest, owned = newest_in(roots), here["newest"], here["owned"]
     if local.group.part is not None:  # each is taken over
         newest, owned = found.whole, True
     about: Any = {"spared": newest, "reach": None if newest < 0 else last.reach}
@@ -127,20 +126,22 @@ def _open_both(
 
 def newest_in(
     roots: Sequence[Root],
-    *,
     floor: float = math.inf,
     most: float = math.inf,
     deleted: Collection[int] = (),
 ) -> Newest:
     """Returns the newest steps on all disks and in other places, of which it reads no chunk.
 
-    Asks about the chunks only of those that are newer than the newest of the directory.
+    Asks about the chunks only of those that are newer than the newest of the directory; and about
+    nothing if each process sees all steps by itself.
 
     Args:
         floor: The newest step known to be committed; of later ones, no disk has all of a step.
         most: The newest step that counts.
         deleted: The steps deleted by hand, which places without a process may still have.
     """
+    if not is_apart(roots[0]):
+        return NOTHING
     durable, judged = judge_steps(roots, partial(_on_disks, roots))
     steps = list[tuple[int, bool, bool, Any]]()
     for step, on_all, has_parts, life in judged:
