@@ -161,6 +161,21 @@ def went_on(told: Told, others: Iterable[Saved] = ()) -> Told:
     return [[one for one in some if not (newest and is_left(one.life, newest))] for some in told]
 
 
+def are_first(saves: Iterable[tuple[str | None, Saved]], began: Iterable[str]) -> bool:
+    """Returns whether steps can only be of first saves of a run that were never committed.
+
+    Args:
+        saves: The save of each step, and how the run got there.
+        began: For each disk, the starts whose first saves wrote to it. One to which a first save
+            wrote, and which lacks its part, did not commit it.
+    """
+    starts = [one.split() for one in began]
+    return all(
+        one.is_first(save or "") and all(one.start in some for some in starts)
+        for save, one in saves
+    )
+
+
 def of_one_save(disks: Sequence[Held], others: Sequence[Held], durable: str | None) -> list[Held]:
     """Returns what all know of the save of a step that a restore reads.
 

@@ -30,7 +30,7 @@ from jaxckpt._disk.found import NotHere, Wanted
 from jaxckpt._disk.transaction import Transaction
 from jaxckpt._restore.carry import adding, one_each, words_for
 from jaxckpt._restore.turn import in_turn
-from jaxckpt._run.copies import Saved, is_left, latest
+from jaxckpt._run.copies import Saved, are_first, is_left, latest
 from jaxckpt._run.disks import Disk, Entry, choose, read_entry, whole_of
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.index import StepIndex
@@ -306,12 +306,7 @@ def _first(given: list[Any]) -> Json:
         why = "the disks have it from different saves"
         if left == {*seen}:
             why = "the run went on without it on another disk"
-    # A disk to which the first save wrote, and which lacks its part, did not commit it.
-    began = [starts.split() for *_, starts in given]
-    is_first = bool(seen) and all(
-        one.is_first(save) and all(one.start in starts for starts in began)
-        for save, one in seen.items()
-    )
+    is_first = bool(seen) and are_first(seen.items(), [starts for *_, starts in given])
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 

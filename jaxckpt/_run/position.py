@@ -54,13 +54,17 @@ class Position:
                 self.roots, lambda root: root.counts(step, self.floor) and root.has(step)
             )
 
-        if not self._is_ahead(step, last):
+        # Alike in all processes, whatever the saving threads have committed meanwhile.
+        ahead = step <= self._found.restorable.step and step in self._found.shown
+        if not ahead:
             if step > max(self.agreed, last):
                 return ""
             if step < self._of_other:
                 return f"the job before has saved step {self._of_other}"
-            if not self._lead(f"there/{step}", is_there):
-                return ""
+        # On the disk of process 0, or else beside newer steps, on other disks.
+        there = self._lead(f"there/{step}", is_there) or (ahead and seems_whole(self.roots, step))
+        if not there:
+            return ""
         self._report_kept(step)
         return f"step {step} is there already or being saved"
 
@@ -75,16 +79,6 @@ class Position:
                 "and the new state is not saved. Delete the later steps first (manager.delete), or "
                 "start a new run from the older one (jaxckpt.fork)"
             )
-
-    def _is_ahead(self, step: int, last: int) -> bool:
-        """Returns whether a step is there beside newer ones that no disk alone has whole.
-
-        Once a save has begun, no step in question is: the floor changes in the saving threads.
-        """
-        ahead = self._found.restorable.step
-        if last >= ahead or not self.floor < step <= ahead or step not in self._found.shown:
-            return False
-        return step == ahead or seems_whole(self.roots, step)
 
     def join(self, step: int) -> None:
         """Takes the run over from the job that was running when our job opened it.
@@ -109,7 +103,7 @@ class Position:
         floor = max(*saving, self.base, self.floor)
         if step > floor:
             return
-        is_known = bool(saving) or self.base > self.floor
+        is_known = bool(saving) or is_apart(self.roots[0])  # or it may be on other disks
         if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
             # Others have deleted the newest.
             self.floor = self.base = floor = newest_of(self.roots)
@@ -131,15 +125,15 @@ class Position:
 
     def go_on(self, step: int, first: int, *, is_newest: bool) -> bool:
         """Continues from a step that took the place of `first`; returns whether steps are gone."""
-        base, is_first = step if is_newest else max(step, self.base), step == first
-        self.come_from(base, NOTHING if is_newest else self._found)
-        is_known = not is_newest or step <= max(self.agreed, self.floor)  # the directory was there
-        if is_first and is_known:
+        if step == first and (not is_newest or step <= max(self.agreed, self.floor)):
+            self.come_from(max(step, self.base), self._found)
             return False
-        if is_newest:
-            self._leave(step if is_first else max(step, self.newest()), step)
+        if is_newest:  # some may have been set aside, or the directory was away
+            self.come_from(step)
+        if is_newest and not is_apart(self.roots[0]):
+            self._leave(max(step, self.newest()), step)
         else:
-            self.go_back()  # some may have been set aside
+            self.go_back()
         return True
 
     def go_back(self) -> None:

@@ -14,6 +14,7 @@ from jaxckpt._run.copies import (
     Saved,
     Told,
     are_all,
+    are_first,
     latest,
     over_disks,
     saves_in,
@@ -112,7 +113,7 @@ def _open_both(
         text = f"the disks of this job {what}: {shown([*map(str, found.parts)])}"
         local.index.report(text, logs=last.group.leads)
     is_new = max(newest, there, found.restorable.step) < 0
-    if is_new and (found.parts or len(found.shown) > 1):
+    if is_new and found.shown and (found.parts or not _are_first(roots)):
         there = max(found.shown)  # no first save was interrupted: later, all disks may be here
     return Opened(
         run=settled.run,
@@ -122,6 +123,18 @@ def _open_both(
         found=found,
         local_only=newest if newest > there else -1,
     )
+
+
+def _are_first(roots: Sequence[Root]) -> bool:
+    """Returns whether all steps can only be of first saves that were never committed."""
+    job, name = roots[0].group.job, f"manager {roots[-1].index.root}/began"
+    began = job.gather(name, roots[0].owner.first, list)
+
+    def judge(disks: Told, others: Told) -> bool:
+        held = chain(*disks, *others)
+        return are_first([(one.save, one.life) for one in held], began)
+
+    return bool(judge_steps(roots, judge))
 
 
 def newest_in(

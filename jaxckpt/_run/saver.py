@@ -72,7 +72,6 @@ class Saver:
     ) -> None:
         self.decision: Decision | None = None  # the latest
         self.timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)  # of saves and restores
-        self._is_durable = True  # whether the step of the decision goes to the directory
         self._options, self._tiers, self._processes = options, tiers, processes
         self._roots, self._root = roots, roots[0]  # where steps are saved
         self._index, limit_s = self._root.index, processes.timeout_s
@@ -152,12 +151,16 @@ class Saver:
 
     def decide(self, step: int, *, force: bool = False) -> Decision:
         """Returns whether a step is saved: for preemption, by force or by a rule."""
-        self.ledger.saw(as_new_step("save", step))
-        self.decision, self._is_durable = self._decide(step, force)
-        return self.decision
+        return self._decide(step, force)[0]
 
     def _decide(self, step: int, force: bool) -> tuple[Decision, bool]:
         """Returns the decision, and whether the step goes to the directory."""
+        self.ledger.saw(as_new_step("save", step))
+        decided = self._decided(step, force)
+        self.decision = decided[0]
+        return decided
+
+    def _decided(self, step: int, force: bool) -> tuple[Decision, bool]:
 
         def because(reason: str, *, save: bool = True) -> tuple[Decision, bool]:
             return Decision(step=step, save=save, reason=reason), True
@@ -215,11 +218,11 @@ class Saver:
 
     def save(self, given: Given, *, force: bool) -> SaveHandle | None:
         entered_s, step = time.monotonic(), given.step
-        decision = self.decide(step, force=force)
+        decision, given.is_durable = self._decide(step, force)
         if decision.save and not self.position.is_owned:
             self.position.join(step)
             self._upload_left()
-            decision = self.decide(step, force=force)
+            decision, given.is_durable = self._decide(step, force)
         if not decision.save:
             raise_first(self.take_errors())
             return None
@@ -236,7 +239,7 @@ class Saver:
         meter.watch(display(self._options.on_progress, self._processes.index))
         try:
             problem = self._problem_of(partial(self._check_and_take, given, meter, errors))
-            blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
+            blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=given.is_durable)
             self.ledger.add(blocked_s=blocked_s)
             handle = self._begin(given, name, meter, problem, skips=bool(errors))
         except BaseException:
@@ -335,7 +338,7 @@ class Saver:
         root = tiers.choose_root(size_bytes, name, self.position.floor)
         if root is not self._root:
             tiers.sender.newest_direct = given.step
-        return root, tiers.sender.expect(given.step) if self._is_durable else None
+        return root, tiers.sender.expect(given.step) if given.is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs what fits into the time that is left; then an older upload gives way to this one."""

@@ -27,6 +27,7 @@ class Given:
     metrics: Mapping[str, Any] | None
     dtype: str | None
     custom_metadata: Mapping[str, Any] | None
+    is_durable: bool = True  # whether it goes to the directory
     taken: list[SaveItem] = field(default_factory=list)
     replicas: Replicas | None = None
     numbers: dict[str, Any] = field(default_factory=dict)  # the metrics, once they are computed

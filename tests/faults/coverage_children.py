@@ -178,18 +178,28 @@ def go_on(me, root, hosts, restored, deleted, steps, replicas):
 
 def why_not(manager, step, replicas):
     """Why a step is not saved."""
+    from jaxckpt.errors import StepExists
+
     try:
         assert manager.save(step, state_at(step, replicas)) is None
-    except ValueError as error:
+    except (ValueError, StepExists) as error:
         return str(error)
     return manager.decision.reason
 
 
 def go_back(me, root, hosts, restored, saved, replicas=1, every=3, last=9):
-    """Restores a step by its number, unless that is None, and saves others by their numbers.
+    """Restores a step by its number, unless that is None, and saves others; see `call`."""
+    calls = [] if restored is None else [["restore", restored, restored]]
+    calls += [["save", int(step), like] for step, like in saved.items()]
+    return call(me, root, hosts, calls, replicas, every, last)
+
+
+def call(me, root, hosts, calls, replicas=1, every=3, last=9):
+    """Makes calls of a manager, then restores.
 
     Args:
-        saved: The step whose values each new step has, or a text that says why it is not saved.
+        calls: Each has its name, a step, and the step whose values that has, or a text that says
+            why it is not saved.
         every: Which steps go to the directory.
         last: How many stay on a disk.
 
@@ -202,15 +212,21 @@ def go_back(me, root, hosts, restored, saved, replicas=1, every=3, last=9):
     local = {"keep": jaxckpt.KeepPolicy(last=last)}
     with opened(root, hosts[me.index], [], every=every, of_local=local) as manager:
         latest = manager.latest_step()
-        if restored is not None:
-            check(manager.restore(state_at(0, replicas), step=restored), restored)
-        for step, like in saved.items():
-            if isinstance(like, str):
-                assert like in why_not(manager, int(step), replicas)
-                continue
-            handle = manager.save(int(step), state_at(like, replicas))
-            assert handle is not None, manager.decision
-            handle.result()
+        for name, step, like in calls:
+            if name == "delete":
+                manager.delete(step)
+            elif name == "restore_or":
+                state, found = manager.restore_or(lambda: state_at(0, replicas))
+                assert found == step
+                check(state, like)
+            elif name == "restore":
+                check(manager.restore(state_at(0, replicas), step=step), like)
+            elif isinstance(like, str):
+                assert like in why_not(manager, step, replicas)
+            else:
+                handle = manager.save(step, state_at(like, replicas))
+                assert handle is not None, manager.decision
+                handle.result()
         manager.wait_until_finished()
         state = manager.restore(state_at(0, replicas))
         like = int(np.asarray(state["count"].addressable_shards[0].data))

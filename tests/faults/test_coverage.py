@@ -159,6 +159,56 @@ def test_a_run_of_which_no_step_can_be_restored_is_not_new(zygote, ram_path):
     assert {path.name for path in share.glob("[0-9]")} == {"1", "2", "3", "4"}
 
 
+@pytest.mark.parametrize("hosts", [[0, 2], [0]], ids=["a new disk", "one process"])
+@pytest.mark.parametrize("steps", [(30,), (10, 20, 30)], ids=len)
+def test_a_job_that_restores_nothing_saves_over_no_part(zygote, ram_path, hosts, steps):
+    """Even if the only step is one of a first save: the disk that is away may have its part."""
+    options = {"function": children.go_back}
+    run(zygote, ram_path, [0, 1], None, {n: n for n in steps}, 1, 100, count=2, **options)
+    saved = {25: "older than step 30", 30: "already", 40: 140}
+
+    run(zygote, ram_path, hosts, None, saved, 1, 100, count=len(hosts), **options)
+
+    local = ram_path / "host0/local"
+    there = [*local.glob("[0-9]*"), *local.glob("share_0/[0-9]*")]
+    assert {int(path.name) for path in there} == {*steps, 40}
+
+
+AGAIN = [["save", 3, "there already"], ["save", 4, "there already"]]
+
+
+@pytest.mark.parametrize("hosts", [[0, 2], [2, 1]], ids=["process 1", "process 0"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [["restore_or", 4, 4], ["restore", 2, 2], *AGAIN],
+        [["save", 5, 5], ["save", 6, 6], ["delete", 6, 6], ["delete", 5, 5], *AGAIN],
+    ],
+    ids=["went back", "deleted its own"],
+)
+def test_going_back_saves_over_no_step_of_another_disk(zygote, ram_path, hosts, calls):
+    """The disk of a process was replaced, whichever."""
+    options = {"count": 2, "function": children.call}
+    first = [["save", n, n] for n in range(1, 5)]
+    run(zygote, ram_path, [0, 1], first, 2, 9, **options)
+
+    said = run(zygote, ram_path, hosts, calls, 2, 9, **options)
+
+    assert [one[:3] for one in said] == [[4, 4, 4]] * 2
+
+
+def test_one_process_that_goes_back_saves_over_no_step_of_two(zygote, ram_path):
+    """It restored the newest from their parts."""
+    options = {"function": children.call}
+    first = [["save", n, n] for n in (10, 20, 30)]
+    run(zygote, ram_path, [0, 1], first, 2, 100, count=2, **options)
+    calls = [["restore_or", 30, 30], ["restore", 20, 20], ["save", 25, "older than step 30"]]
+
+    said = run(zygote, ram_path, [0], [*calls, ["save", 30, "already"]], 2, 100, count=1, **options)
+
+    assert said[0][:3] == [30, 30, 30]
+
+
 @pytest.mark.parametrize("restored", [30, None])
 def test_a_new_disk_has_the_history_of_the_run(zygote, ram_path, restored):
     """Its later steps count as later than the directory's, though it lacks those before."""
