@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -606,9 +607,10 @@ class CheckpointManager:
                 or the item is the main one.
         """
         self._begin_call(writes=True)
-        step = as_step("delete", step)
-        self.wait_until_finished()
-        self._by_hand.delete(step, item)
+        step, tiers = as_step("delete", step), self._tiers
+        with nullcontext() if tiers is None else tiers.sender.sparing(tiers.uploader.steps):
+            self.wait_until_finished()
+            self._by_hand.delete(step, item)
 
     # --- preemption and readers ------------------------------------------------------------------
 

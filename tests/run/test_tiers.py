@@ -1099,6 +1099,75 @@ def test_a_deletion_by_hand_takes_no_earlier_step_along(tmp_path, local):
                 assert manager.tiers["local"] == [1, 2]
 
 
+@pytest.mark.parametrize("asks", [[27, 20], [20, 27]])
+def test_a_step_pushes_no_other_out_whose_upload_its_deletion_waits_for(
+    tmp_path, local, store, asks
+):
+    """Nor does one that another deletion waits for, until its number is counted."""
+    last = KeepPolicy(last=2)
+    with CheckpointManager(tmp_path / "run", local=local, keep=last) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step)).durable()
+        store.answers.clear()
+        manager.save(27, state(27)).result()
+        assert store.asked.wait(60)
+        finish = manager.wait_until_finished
+        manager.wait_until_finished = lambda: (store.answers.set(), finish())
+
+        for step in asks:
+            manager.delete(step)
+        assert manager.all_steps() == [10]
+        for step in (30, 40):
+            manager.save(step, state(step)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [30, 40]
+
+
+def test_a_policy_that_waited_for_a_deletion_is_followed_after_it(tmp_path, local, store):
+    with CheckpointManager(tmp_path / "run", local=local, keep=KeepPolicy(last=2)) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step)).durable()
+        store.answers.clear()
+        for step in (30, 40):
+            manager.save(step, state(step)).result()
+        finish = manager.wait_until_finished
+        manager.wait_until_finished = lambda: (store.answers.set(), finish())
+
+        manager.delete(30)
+
+        assert manager.tiers["durable"] == [20, 40]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_left_by_an_earlier_job_pushes_no_other_out_until_this_one_saves(tmp_path, count):
+    """The job may be there to delete it. At most one step more than the policy keeps is there."""
+
+    def job(processes, steps, then):
+        at, last = tmp_path / f"{processes.index}", KeepPolicy(last=2)
+        with CheckpointManager(tmp_path / "run", local=at, keep=last) as manager:
+            manager.wait_until_finished()
+            found = [manager.tiers["durable"]]
+            for step in steps:
+                if step < 0:
+                    manager.delete(-step)
+                else:
+                    manager.save(step, state(step)).durable()
+                manager.wait_until_finished()
+                found.append(manager.tiers["durable"])
+            if then is not None:
+                stop_before_upload(manager, then)
+            return found
+
+    def run(steps, then=None):
+        one, *others = simulate(count, lambda processes: job(processes, steps, then), timeout_s=60)
+        assert all(other == one for other in others)
+        return one
+
+    run([10, 20], then=27)
+    assert run([], then=33) == [[10, 20, 27]]
+    assert run([-33, -27, 40, 50]) == [[20, 27, 33], [20, 27], [20], [20, 40], [40, 50]]
+
+
 def test_a_step_pinned_before_its_upload_stays_in_both_places(tmp_path, local):
     last, goes_on = KeepPolicy(last=1), threading.Event()
 
