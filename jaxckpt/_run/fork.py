@@ -33,7 +33,8 @@ def fork(
     `jaxckpt.open(path).lineage` records the origin. Only one process of a job should call this.
 
     Args:
-        src: A step written by jaxckpt or Orbax, or a run's root for its newest good step.
+        src: A step written by jaxckpt or Orbax, or a run's root for its newest good step, or a
+            newer one if a job deletes it meanwhile.
         dst: The root of the new run, without steps; created if missing.
         step: The number of the first step. If None, the number of `src`.
 
@@ -61,17 +62,28 @@ def fork(
         raise ValueError(f"{dst} must be in the same storage as {src}: fork links files")
     if steps := StepIndex(storage, root).steps():
         raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
-    problems: list[CorruptCheckpoint] = []
-    for source in steps_to_try(storage, where) or [where]:  # the steps of a run
+    return _fork_newest(storage, where, root, step)
+
+
+def _fork_newest(
+    storage: Storage, where: str, root: str, step: int | None, *, again: int = 19
+) -> str:
+    """Forks the newest good step of a run, or the step itself; begins anew if it goes meanwhile."""
+    problems, steps = list[CorruptCheckpoint](), steps_to_try(storage, where)
+    for source in steps or [where]:
         try:
             found = _find(storage, source)
             path = _fork(storage, found, root, f"{root}/{_name_of(found, step)}")
         except CorruptCheckpoint as error:
             problems.append(error)
-            continue
-        if problems:
-            warn_skipped(where, [*map(str, problems)], found.path)
-        return path
+        except CheckpointNotFound:
+            if not (steps and again):
+                raise
+            return _fork_newest(storage, where, root, step, again=again - 1)
+        else:
+            if problems:
+                warn_skipped(where, [*map(str, problems)], found.path)
+            return path
     raise problems[0]
 
 

@@ -13,9 +13,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, StepExists
+from jaxckpt import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    KeepPolicy,
+    StepExists,
+)
 from jaxckpt.format import names
 from tests.strategies import same
+from tests.twins import watched
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -161,6 +168,32 @@ def test_a_damaged_step_is_not_forked(base, tmp_path, damage):
     with pytest.raises(CorruptCheckpoint, match=file.name):
         jaxckpt.fork(base / "7", tmp_path / "tuned")
     assert os.listdir(tmp_path / "tuned") == []
+
+
+@pytest.mark.parametrize("verb", ["entries", "link"])
+def test_a_step_that_a_job_deletes_meanwhile_is_forked_anew(base, tmp_path, verb):
+    """As for `convert` and `export`: a run has its newest step, whatever that is by then."""
+    goes = []
+
+    def before(called, path):
+        if called == verb and "/7" in path and not goes:
+            goes.append(path)
+            with CheckpointManager(base, keep=KeepPolicy(last=1)) as manager:
+                manager.save(9, {"w": 9})
+
+    assert jaxckpt.fork(watched(base, before), tmp_path / "new") == f"{tmp_path}/new/9"
+    assert goes
+    assert jaxckpt.restore(tmp_path / "new") == {"w": 9}
+    assert [*(tmp_path / "new").glob("7*")] == []
+
+
+def test_a_step_that_is_named_and_goes_is_not_forked(base, tmp_path):
+    def before(verb, path):
+        if verb == "link":
+            shutil.rmtree(base / "7", ignore_errors=True)
+
+    with pytest.raises(CheckpointNotFound, match="7 was replaced or deleted meanwhile"):
+        jaxckpt.fork(watched(base / "7", before), tmp_path / "new")
 
 
 def test_a_link_in_a_step_is_not_followed(base, tmp_path):
