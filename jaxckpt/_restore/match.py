@@ -267,6 +267,13 @@ def _rename(
     merges = len({*paths}) < len(paths)
     if goes_on and (merges or not fits) and {*as_saved} <= {want.path for want in wanted or ()}:
         return as_saved, {}  # the program has saved it, and an expression matches the new names
+    if goes_on and (swapped := _swapped(renamed)):
+        told = ", ".join(f"{old} -> {swapped[old]}" for old in sorted(swapped)[:8])
+        raise ValueError(
+            f"rename swaps {told} in {where}, and would swap them back in the steps that this "
+            "program saves, whose names are the same. Rename once: manager.restore(like, "
+            "rename=...), then manager.save. Call restore_or without these from then on."
+        )
     lost = [pattern for pattern in rename if not any(re.search(pattern, x.text) for x in saved)]
     if lost and (not fits or (renamed and not goes_on)):
         raise ValueError(no_leaf("rename", lost, as_saved, where))
@@ -277,6 +284,14 @@ def _rename(
     if above := sorted(path_text(path) for path in containers.intersection(paths)):
         raise ValueError(f"rename puts leaves below other leaves: {', '.join(above)}")
     return paths, renamed
+
+
+def _swapped(renamed: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names that go round in a circle, so that nothing shows whether they did."""
+    left = dict(renamed)
+    while len(kept := {old: new for old, new in left.items() if new in left}) < len(left):
+        left = kept
+    return left
 
 
 def _are_wanted(

@@ -429,6 +429,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFound: the run has steps, but none can be restored.
             UnsupportedFormat: the run has only links, or checkpoints of Flax; see `convert`.
+            ValueError: `rename` swaps names, as the steps that the program saves would not show.
         """
         self._begin_call()
         check_type("restore_or", "init", init, Callable, "a function that makes the first state")

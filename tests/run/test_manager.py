@@ -1835,6 +1835,29 @@ def test_a_loop_that_moves_a_leaf_and_makes_one_in_its_place_goes_on(
     assert got == [first | moved] * 3
 
 
+@pytest.mark.parametrize(
+    "rename",
+    [{"^a$": "b", "^b$": "a"}, {"^a$": "b", "^b$": "c", "^c$": "a"}],
+    ids=["two", "three"],
+)
+def test_a_loop_refuses_a_rename_in_a_circle(tmp_path, rename):
+    """Its own steps have the same names, so each start would swap them once more."""
+    first = dict.fromkeys("abcxy", 0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1, "b": 2, "c": 3, "v": 4, "x": 5}).result()
+    moved = {"^x$": "y", "^v$": "x"}  # goes one way
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"swaps a -> b, b -> .*, and would swap them back"):
+            manager.restore_or(lambda: first, rename=rename | moved)
+
+        state = manager.restore(first, rename=rename | moved)  # as the error says
+        manager.save(2, state).result()
+        wanted = {rename.get(f"^{old}$", old): n for n, old in enumerate("abc", 1)}
+        assert state == wanted | {"x": 4, "y": 5}
+        assert manager.restore_or(lambda: first, rename=moved) == (state, 2)
+        assert manager.restore_or(lambda: first) == (state, 2)
+
+
 @pytest.mark.parametrize("rename", [{"^mm/": "n/"}, {"^m/": "nn/"}])
 def test_a_misspelt_rename_of_a_loop_is_an_error(tmp_path, rename):
     """Also if leaves of the target may lack, and further ones in the step are ignored."""
