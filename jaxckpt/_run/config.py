@@ -24,7 +24,7 @@ from jaxckpt.storage._settings import check_peer
 
 MANAGER: Final = "CheckpointManager"
 _LOCAL: Final = "LocalTier"
-_CONTROLS: Final = "[\0-\x1f\x7f-\x9f]"
+_CONTROLS: Final = "[\0-\x1f\x7f-\x9f\ud800-\udfff]"  # and lone surrogates
 _LONGEST: Final = 180  # bytes; a save adds a number and 46 more, of 255 that there can be
 _POLICIES: Final[Mapping[str, type]] = {"save": SavePolicy, "keep": KeepPolicy}
 # Options of Orbax's manager, as docs/orbax.md explains them, and what people try for `LocalTier`.
@@ -205,7 +205,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 def naming_of(prefix: str | None, digits: int | None) -> StepNames:
     naming, text = StepNames(prefix=prefix, digits=digits), prefix or ""
     if len(text.encode("utf-8", "replace")) > _LONGEST or re.search(_CONTROLS, text):
-        raise ValueError(f"step_prefix: at most {_LONGEST} bytes, no control characters: {text!r}")
+        raise ValueError(
+            f"step_prefix: at most {_LONGEST} bytes of UTF-8, no control characters: {text!r}. A "
+            "run whose steps have it goes on with it if step_prefix and step_digits are left out."
+        )
     return naming
 
 

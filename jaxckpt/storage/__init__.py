@@ -75,6 +75,9 @@ __all__ = [
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # pathlib turns the URL "gs://bucket/run" into "gs:/bucket/run", a relative path.
+# The names of buckets have a rule of their own.
+_NOT_IN_PATHS = re.compile(r"[\0\\]|^(?!(az|gs|s3)://).*[\ud800-\udc7f\udd00-\udfff]", re.DOTALL)
+_THESE = "a NUL byte or backslash, or half of a surrogate pair"
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
 _logger = logging.getLogger("jaxckpt")
 
@@ -100,7 +103,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             `s3://bucket/...` or `memory://name/...`; or a `PathIn`, for a storage of your own.
 
     Raises:
-        ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
+        ValueError: the path is empty, has NUL, a backslash or lone surrogates, or lacks a name.
         UnsupportedFormat: jaxckpt does not support the URL's scheme.
         StoreError: the file system of the path does not answer.
 
@@ -113,8 +116,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r:.80}")
-    if not text or "\0" in text or "\\" in text:
-        raise ValueError(f"path must not be empty, or have a NUL byte or backslash, got {text!r}")
+    if not text or _NOT_IN_PATHS.search(text):
+        raise ValueError(f"path must not be empty, or have {_THESE}, got {text!r}")
     if _BROKEN_URL.match(text) and not _URL.match(text):
         raise UnsupportedFormat(f"{text!r} is a URL that lost a '/'. Pass it as a str or an epath.")
     url = _URL.match(text)

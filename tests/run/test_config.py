@@ -205,6 +205,8 @@ def test_a_config_without_a_directory_is_an_error(make):
         ({"step_prefix": "a\nb"}, ValueError, "step_prefix: .* no control characters"),
         ({"step_prefix": "a\x85b"}, ValueError, "step_prefix: .* no control characters"),
         ({"step_prefix": "é" * 91}, ValueError, "step_prefix: at most 180 bytes"),
+        ({"step_prefix": "a\ud800"}, ValueError, "step_prefix: .* UTF-8.*: 'a.*ud800'"),
+        ({"local": "/nvme/a\ud800"}, ValueError, "half of a surrogate pair, got .*ud800"),
     ],
 )
 def test_a_value_that_is_wrong_is_named(ram_path, config, error, named):

@@ -1858,6 +1858,22 @@ def test_a_loop_refuses_a_rename_in_a_circle(tmp_path, rename):
         assert manager.restore_or(lambda: first) == (state, 2)
 
 
+@pytest.mark.parametrize("prefix", ["a\nb", "x" * 200])
+def test_a_run_with_a_prefix_that_is_refused_now_goes_on_without_the_argument(tmp_path, prefix):
+    """An older release has made it. The error says how."""
+    for step in (1, 2):
+        save(tmp_path / f"{prefix}_{step}", {"w": step})
+    with pytest.raises(ValueError, match="goes on with it if step_prefix and step_digits are left"):
+        CheckpointManager(tmp_path, step_prefix=prefix)
+
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore_or(lambda: {"w": 0}) == ({"w": 2}, 2)
+        manager.save(3, {"w": 3})
+    assert sorted(path.name for path in tmp_path.glob("*_[0-9]")) == [
+        f"{prefix}_{step}" for step in (1, 2, 3)
+    ]
+
+
 @pytest.mark.parametrize("rename", [{"^mm/": "n/"}, {"^m/": "nn/"}])
 def test_a_misspelt_rename_of_a_loop_is_an_error(tmp_path, rename):
     """Also if leaves of the target may lack, and further ones in the step are ignored."""
