@@ -49,8 +49,12 @@ class ByHand:
             if item is not None:
                 one_step.delete_item(root.deletion, step, item)
             elif step not in root.deletion.delete([step], asked_for=True):
+                path, error = root.index.path(step), root.deletion.error
+                if error is not None:
+                    error.add_note(f"{path} was not deleted. Try again: delete({step})")
+                    raise error
                 why = one_step.why_not_deleted(root.leases, step)
-                raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
+                raise ValueError(f"{path} was not deleted: {why}")
 
         try:
             self._everywhere("delete", step, delete, check)

@@ -64,6 +64,8 @@ class Owner(Protocol):
 
 @final
 class Deletion:
+    error: OSError | None = None  # why the last deletion failed
+
     def __init__(self, leases: Leases, owner: Owner, *, move_to: str | None = None) -> None:
         self.index = index = leases.index
         self.leases = leases
@@ -138,6 +140,7 @@ class Deletion:
         root = self.index.root
         with self.lock:
             self._begun.clear()
+            self.error = None
             try:
                 yield
             except SaveFailed as error:
@@ -147,6 +150,7 @@ class Deletion:
                 self.index.doubt(self._begun)
                 if not isinstance(error, OSError):
                     raise
+                self.error = error
                 self.index.report(f"{root}: old steps cannot be deleted: {error}")
                 self._settle()
 
@@ -255,6 +259,8 @@ class Deletion:
         except (OSError, SaveFailed) as error:
             if isinstance(error, SaveFailed):
                 self.owner.check()  # else only the lock of the step was lost
+            else:
+                self.error = error
             self.half.append(name)
             is_gone = storage.kind(path) is None
             if not (is_gone and isinstance(error, FileNotFoundError)):  # else somebody deleted it

@@ -606,6 +606,7 @@ class CheckpointManager:
             CheckpointNotFound: no such step or item.
             ValueError: the step is pinned, a reader holds it, another run or checkpoint is inside,
                 or the item is the main one.
+            OSError: the storage failed. The step is there still, or will be gone at the next try.
         """
         self._begin_call(writes=True)
         step, tiers = as_step("delete", step), self._tiers

@@ -2473,6 +2473,29 @@ def test_a_step_that_another_program_deleted_cannot_be_deleted(tmp_path):
             manager.delete(1)
 
 
+@pytest.mark.parametrize(("verb", "name"), [("create", names.DOOMED), ("rename", "1")])
+def test_a_failure_of_the_disk_is_no_refusal_to_delete_a_step(tmp_path, verb, name):
+    """The error is that of the disk, and the next try deletes the step."""
+    broken = []
+
+    def before(called, path):
+        if broken and (called, path) == (verb, f"{tmp_path}/{name}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with CheckpointManager(watched(tmp_path, before)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": step}).result()
+        broken.append(True)
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            manager.delete(1)
+        assert not isinstance(caught.value, ValueError)
+        assert caught.value.errno == errno.EIO
+        broken.clear()
+
+        manager.delete(1)
+        assert manager.all_steps() == [2]
+
+
 @as_processes
 def test_a_pinned_step_stays(tmp_path, processes):
     """It stays whatever the policy says, also in the next run, until it is unpinned."""
