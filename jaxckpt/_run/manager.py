@@ -335,6 +335,8 @@ class CheckpointManager:
         raise_first(self._saver.close(why))
 
     def __enter__(self) -> Self:
+        if self._saver.ended:
+            self._refuse()
         return self
 
     def __exit__(

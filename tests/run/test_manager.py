@@ -1198,6 +1198,11 @@ def test_a_manager_that_is_closed_does_nothing_more(tmp_path):
     for call in (manager.all_steps, manager.restore, lambda: manager.save(1, {})):
         with pytest.raises(ValueError, match="closed"):
             call()
+    with (
+        pytest.raises(ValueError, match=r"closed: close\(\) was called.*Open another one"),
+        manager,
+    ):
+        pass
 
 
 def test_every_thread_that_closes_waits_for_the_end(tmp_path):
