@@ -46,6 +46,9 @@ class ByHand:
         def delete(root: Root) -> None:
             root.index.check_step(step)
             root.owner.fence()
+            if self.tiers is not None:  # process 0 has ended it, but maybe not this process
+                uploads = self.tiers.uploader.worker
+                uploads.wait([one for one in uploads.under_way() if one is uploads.current])
             if item is not None:
                 one_step.delete_item(root.deletion, step, item)
             elif step not in root.deletion.delete([step], asked_for=True):

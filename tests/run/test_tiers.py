@@ -1138,6 +1138,30 @@ def test_a_policy_that_waited_for_a_deletion_is_followed_after_it(tmp_path, loca
         assert manager.tiers["durable"] == [20, 40]
 
 
+def test_a_deletion_waits_for_the_part_of_each_process(tmp_path):
+    """Process 0 has committed the upload while process 1 still has its lease on the local step."""
+    waits, leases = threading.Event(), count(10, 10)
+
+    def before(verb, path):
+        if verb == "delete" and names.is_lease(os.path.basename(path)) and next(leases) == 20:
+            waits.wait(5)  # only without the wait of the deletion does the time pass
+
+    def job(processes):
+        local = tmp_path / f"{processes.index}"
+        local = watched(local, before) if processes.index else local
+        with CheckpointManager(tmp_path / "run", local=local) as manager:
+            for step in (10, 20):
+                manager.save(step, state(step)).durable()
+            uploads = manager._tiers.uploader.worker
+            wait = uploads.wait
+            if processes.index:
+                uploads.wait = lambda *args: (waits.set(), wait(*args))
+            manager.delete(20)
+            return manager.all_steps()
+
+    assert simulate(2, job, timeout_s=60) == [[10]] * 2
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_left_by_an_earlier_job_pushes_no_other_out_until_this_one_saves(tmp_path, count):
     """The job may be there to delete it. At most one step more than the policy keeps is there."""
