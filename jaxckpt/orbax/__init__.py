@@ -57,6 +57,7 @@ _NAMES = {
     "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
     "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler Future "
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
+    "NumpyRandomKeyCheckpointHandler "
     "PyTreeCheckpointHandler StandardCheckpointHandler",
     "options": "AsyncOptions CheckpointManagerOptions",
     "transform_utils": "Transform apply_transformations merge_trees",

@@ -232,6 +232,18 @@ class JaxRandomKeyRestore(_OfItem):
     restore_args: RestoreArgs | None = None
 
 
+@dataclass
+class NumpyRandomKeySave(_OfItem):
+    """Saves `item`, what `numpy.random.get_state` returns."""
+
+    item: Any
+
+
+@dataclass
+class NumpyRandomKeyRestore(CheckpointArgs):
+    """Restores such a state, for `numpy.random.set_state`."""
+
+
 class CompositeArgs(Mapping[str, Any], CheckpointArgs):
     """Items by name, also as attributes."""
 

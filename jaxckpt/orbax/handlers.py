@@ -136,6 +136,8 @@ class JsonCheckpointHandler(Ours):
     def _restored(self, path: str, given: Any) -> Any:
         storage, folder = locate(path)
         file = f"{folder}/{self._filename}"
+        if posixpath.basename(folder) == names.METRICS_ITEM and storage.kind(file) is None:
+            file = f"{folder}/{names.METRICS_FILE}"  # as `metrics=` writes it
         return jsontext.loads(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
 
 
@@ -143,25 +145,47 @@ class JaxRandomKeyCheckpointHandler(Ours):
     """Stores a key of JAX in one directory, and whether it is typed in another beside it."""
 
     _MODULE = "random_key_checkpoint_handler"
+    _NAME = names.JAX_KEY_ITEM
 
     def __init__(self, key_name: str | None = None) -> None:
-        self._name = key_name or names.JAX_KEY_ITEM
+        self._name = key_name or self._NAME
 
     def _stored(self, given: Any) -> Items:
+        data, kind = self._parts(given)
+        facts = JsonCheckpointHandler()._stored(args.JsonSave(kind))[""]
+        whole = Stored(files={}, handler=self.typestr())
+        return {"": whole, self._name: data[""], f"{self._name}_metadata": facts}
+
+    def _parts(self, given: Any) -> tuple[Items, dict[str, bool]]:
         if not isinstance(given.item, jax.Array):
             raise TypeError(f"Unsupported type: {type(given.item)}.")
         key, data = given.item, _trees.as_data(given.item)
         jax.random.wrap_key_data(data)  # raises TypeError where the restore would
-        array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))[""]
-        facts = JsonCheckpointHandler()._stored(args.JsonSave({"typed": data is not key}))[""]
-        whole = Stored(files={}, handler=self.typestr())
-        return {"": whole, self._name: array, f"{self._name}_metadata": facts}
+        array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))
+        return array, {"typed": data is not key}
 
     def _restored(self, path: str, given: Any) -> Any:
-        restore_args = args.ArrayRestore(restore_args=given.restore_args)
-        data = ArrayCheckpointHandler().restore(f"{path}/{self._name}", args=restore_args)
-        kind = JsonCheckpointHandler().restore(f"{path}/{self._name}_metadata")
-        return jax.random.wrap_key_data(data) if kind["typed"] else data
+        data = ArrayCheckpointHandler()._restored(f"{path}/{self._name}", given)
+        return jax.random.wrap_key_data(data) if self._kind(path)["typed"] else data
+
+    def _kind(self, path: str) -> Any:
+        return JsonCheckpointHandler().restore(f"{path}/{self._name}_metadata")
+
+
+class NumpyRandomKeyCheckpointHandler(JaxRandomKeyCheckpointHandler):
+    """Stores the state of a generator of numpy in the same way."""
+
+    _NAME = names.NUMPY_KEY_ITEM
+
+    def _parts(self, given: Any) -> tuple[Items, dict[str, bool]]:
+        if not isinstance(given.item, (tuple, dict)):
+            raise TypeError(f"Unsupported type: {type(given.item)}.")
+        tree = PyTreeCheckpointHandler()._stored(args.PyTreeSave(given.item))
+        return tree, {"legacy": isinstance(given.item, tuple)}
+
+    def _restored(self, path: str, given: Any) -> Any:
+        state = _trees.restore_pytree(f"{path}/{self._name}", None, None)
+        return tuple(state) if self._kind(path)["legacy"] else state
 
 
 # --- several items ---------------------------------------------------------------------------
@@ -352,6 +376,7 @@ _KINDS: Final = (
     (ArrayCheckpointHandler, args.ArraySave, args.ArrayRestore),
     (JsonCheckpointHandler, args.JsonSave, args.JsonRestore),
     (JaxRandomKeyCheckpointHandler, args.JaxRandomKeySave, args.JaxRandomKeyRestore),
+    (NumpyRandomKeyCheckpointHandler, args.NumpyRandomKeySave, args.NumpyRandomKeyRestore),
     (CompositeCheckpointHandler, args.Composite, args.Composite),
 )
 for _handler, _save, _restore in _KINDS:

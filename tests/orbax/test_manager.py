@@ -883,7 +883,8 @@ def test_handlers_of_grain(tmp_path):
 
 
 def test_items_of_every_kind(tmp_path):
-    """Keys of JAX, single arrays and JSON can be read by the other library."""
+    """Keys of JAX and numpy, single arrays and JSON can be read by the other library."""
+    generator = np.random.RandomState(3)
 
     def program(ocp, path):
         args = ocp.args
@@ -891,6 +892,8 @@ def test_items_of_every_kind(tmp_path):
             saved = args.Composite(
                 key=args.JaxRandomKeySave(jax.random.key(1)),
                 old=args.JaxRandomKeySave(jax.random.PRNGKey(1)),
+                tuple=args.NumpyRandomKeySave(generator.get_state()),
+                dict=args.NumpyRandomKeySave(generator.get_state(legacy=False)),
                 array=args.ArraySave(np.arange(3)),
                 state=args.PyTreeSave({"key": jax.random.key(2), "text": "a"}),
             )
@@ -902,12 +905,33 @@ def test_items_of_every_kind(tmp_path):
             wanted = args.Composite(
                 key=args.JaxRandomKeyRestore(),
                 old=args.JaxRandomKeyRestore(),
+                tuple=args.NumpyRandomKeyRestore(),
+                dict=args.NumpyRandomKeyRestore(),
                 array=args.ArrayRestore(),
                 state=args.PyTreeRestore(),
             )
             return manager.restore(1, args=wanted)
 
     read_each(program, read, tmp_path)
+
+
+def test_metrics_of_a_registry(tmp_path):
+    """A program may register `metrics` as an item, which it restores as JSON."""
+
+    def program(ocp, path):
+        registry = ocp.DefaultCheckpointHandlerRegistry()
+        for name, kind in (("state", "Standard"), ("metrics", "Json")):
+            for verb in ("Save", "Restore"):
+                registry.add(name, getattr(ocp.args, kind + verb))
+        best = ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"], best_mode="min")
+        with ocp.CheckpointManager(path, handler_registry=registry, options=best) as manager:
+            for step, loss in enumerate((3.0, 1.0, 2.0)):
+                args = ocp.args.Composite(state=ocp.args.StandardSave(tree(step)))
+                manager.save(step, args=args, metrics={"loss": loss})
+            metrics = ocp.args.Composite(metrics=ocp.args.JsonRestore())
+            return manager.best_step(), manager.restore(manager.best_step(), args=metrics)
+
+    read_each(program, lambda ocp, path: None, tmp_path)  # the file's name differs
 
 
 @pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])

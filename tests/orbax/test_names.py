@@ -16,7 +16,6 @@ from jaxckpt.cli._migrate.source import _HOMES
 
 # Of which a count of 22 programs found no use.
 LEFT_OUT = {
-    *(f"NumpyRandomKey{kind}" for kind in ("CheckpointHandler", "Save", "Restore")),
     *(f"Proto{kind}" for kind in ("CheckpointHandler", "Save", "Restore")),
     *("CompositeOptions", "RestoreTransform"),
 }
