@@ -137,9 +137,9 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1737, 11, 20),
-    "manager open + save": (4014, 15, 41),
-    "open + save, local": (6390, 18, 126),
-    "restore(path, like)": (2220, 14, 8),
+    "manager open + save": (3938, 15, 41),
+    "open + save, local": (6375, 18, 126),
+    "restore(path, like)": (2219, 14, 8),
     "manager.restore(like)": (2740, 18, 10),
     "open": (584, 10, 5),
     "verify": (1868, 15, 17),
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1212, 818),
     "_progress": (223, 167),
     "_restore": (2198, 1642),
-    "_run": (10412, 7201),
+    "_run": (10412, 7199),
     "_save": (2368, 1675),
     "cli": (4605, 3315),
     "format": (3309, 2178),

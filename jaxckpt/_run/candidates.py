@@ -169,10 +169,8 @@ class _Seen:
     @classmethod
     def told(cls, roots: Sequence[Root], disks: Told, others: Told) -> _Seen:
         """Returns what processes have reported, without the steps that the run has left."""
-        newest = newest_life(roots[-1]) if any(others) else []
-        lives = [one for one in newest if one.run == roots[0].peers.run]
-        counts = went_on([*disks, *others], lives)
-        return cls(roots, counts[: len(disks)], counts[len(disks) :], is_told=True)
+        lives = newest_life(*roots) if any(others) else []
+        return cls(roots, *went_on(disks, others, lives), is_told=True)
 
     def copies(self, ask: Callable[[Root], Collection[int]]) -> list[Copy]:
         """Returns the copies of steps in the order to try; `ask` returns the steps of a root."""

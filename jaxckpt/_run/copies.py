@@ -155,10 +155,15 @@ def saves_in(told: Told) -> Disks:
     return [{one.step: one.save for one in some} for some in told]
 
 
-def went_on(told: Told, others: Iterable[Saved] = ()) -> Told:
-    """Returns the steps from which the run went on, as far as all these and `others` show."""
-    newest = latest([*(one.life for some in told for one in some if one.save), *others])
-    return [[one for one in some if not (newest and is_left(one.life, newest))] for some in told]
+def went_on(disks: Told, others: Told, lives: Iterable[Saved] = ()) -> tuple[Told, Told]:
+    """Returns the steps from which the run went on, as far as all these and `lives` show."""
+    told = [one for some in (*disks, *others) for one in some if one.save]
+    newest = latest([*(one.life for one in told), *lives])
+
+    def those_of_run(some: Sequence[Held]) -> list[Held]:
+        return [one for one in some if not (newest and is_left(one.life, newest))]
+
+    return [*map(those_of_run, disks)], [*map(those_of_run, others)]
 
 
 def are_first(saves: Iterable[tuple[str | None, Saved]], began: Iterable[str]) -> bool:

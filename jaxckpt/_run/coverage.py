@@ -106,7 +106,7 @@ class Coverage:
         with contextlib.suppress(*FAILURES):  # of a damaged record nothing is known
             lives += [saved_at(self.local.index, n) for n in self.local.index.steps()[-1:]]
         if self.local.peers and self.processes.index == 0:  # their steps were not compared
-            lives += newest_life(self.directory)
+            lives += newest_life(self.local, self.directory)
         return lives
 
     def complete(self, error: Exception | None) -> str | None:

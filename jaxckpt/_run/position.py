@@ -125,10 +125,10 @@ class Position:
 
     def go_on(self, step: int, first: int, *, is_newest: bool) -> bool:
         """Continues from a step that took the place of `first`; returns whether steps are gone."""
-        if step == first and (not is_newest or step <= max(self.agreed, self.floor)):
+        if step == first and (not is_newest or self.base <= step <= max(self.agreed, self.floor)):
             self.come_from(max(step, self.base), self._found)
             return False
-        if is_newest:  # some may have been set aside, or the directory was away
+        if is_newest:  # later ones may have been set aside, or the directory was away
             self.come_from(step)
         if is_newest and not is_apart(self.roots[0]):
             self._leave(max(step, self.newest()), step)
@@ -159,9 +159,8 @@ class Position:
 
     def come_from(self, step: int, found: Newest = NOTHING) -> None:
         """Lets later steps come from a step or a newer one that was found, or from none."""
-        restorable, self._found = found.restorable, found
-        self.roots[0].lives[restorable.step] = restorable
-        step = max(step, restorable.step)
+        self._found, step = found, max(step, found.restorable.step)
+        self.roots[0].lives[found.restorable.step] = found.restorable
         if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step

@@ -310,11 +310,11 @@ def newest_of(roots: Sequence[Root]) -> int:
     return max((step for root, step in known if root.counts(step, -1)), default=-1)
 
 
-def newest_life(root: Root) -> list[Saved]:
-    """Returns how the run got to the newest step of a root, if that can be read."""
+def newest_life(local: Root, directory: Root) -> list[Saved]:
+    """Returns how the run got to the newest step of its directory, if that can be read."""
     with contextlib.suppress(CheckpointError, OSError, ValueError):
-        newest = root.reach.ask(partial(newest_saved, root.index))
-        return [] if newest is None else [newest]
+        newest = directory.reach.ask(partial(newest_saved, directory.index))
+        return [newest] if newest is not None and newest.run == local.peers.run else []
     return []
 
 

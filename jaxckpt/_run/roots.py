@@ -227,12 +227,10 @@ def _on_disks(roots: Sequence[Root], disks: Told, others: Told) -> list[Any]:  #
     Each with whether every process has it, whether these are the parts of all that saved it, and
     how the run got there.
     """
-    lives = [one for one in newest_life(roots[-1]) if one.run == roots[0].peers.run]
-    told = went_on([*disks, *others], lives)
-    here, there = told[: len(disks)], told[len(disks) :]
+    here, there = went_on(disks, others, lives := newest_life(*roots))
     found: dict[int, list[Any]] = {}
     for copy in over_disks(saves_in(here), {}, saves_in(there)):
-        held = [one for one in chain(*told) if one.step == copy.step]
+        held = [one for one in chain(*here, *there) if one.step == copy.step]
         life = latest(one.life for one in held if one.save) or Saved(copy.step)
         parts = [one.part for one in chain(*here) if one.step == copy.step]
         on_all = not copy.is_united
