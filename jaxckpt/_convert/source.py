@@ -203,9 +203,8 @@ def _in_order(leaves: Sequence[Leaf], root: Node | None, where: str) -> list[Lea
     """Returns the leaves in the order of their containers, with the containers' key types."""
     by_path = {leaf.path: leaf for leaf in leaves}
     found = [
-        replace(
-            by_path[path],
-            key_types=tuple(new or old for new, old in zip(types, leaf.key_types, strict=True)),
+        leaf._replace(
+            key_types=tuple(new or old for new, old in zip(types, leaf.key_types, strict=True))
         )
         for path, types in _walk(root, (), ())
         if (leaf := by_path.get(path)) is not None
@@ -264,13 +263,13 @@ def _inline(leaf: Leaf) -> Values | None:
 
 def _copied(leaf: Leaf, inline: Values | None, dtype: str | None) -> Leaf:
     """Returns the leaf of the copy; see `Leaves.tree`."""
-    leaf = replace(leaf, alias=None)
+    leaf = leaf._replace(alias=None)
     if inline is not None:
         chunk_shape = tuple(max(1, n) for n in inline.shape)
         stored = StoredArray(shape=inline.shape, dtype=inline.dtype.name, chunk_shape=chunk_shape)
-        leaf = replace(leaf, value=None, stored=stored)
+        leaf = leaf._replace(value=None, stored=stored)
         if leaf.kind in ("str", "bytes"):
-            leaf = replace(leaf, dtype="uint8", shape=())
+            leaf = leaf._replace(dtype="uint8", shape=())
     return _with_dtype(leaf, dtype)
 
 
@@ -286,7 +285,7 @@ def _with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
     if name == leaf.dtype and name not in AS_BYTES_DTYPES:
         return leaf
     as_stored = "uint8" if name in AS_BYTES_DTYPES else name
-    return replace(leaf, dtype=name, stored=replace(leaf.array, dtype=as_stored))
+    return leaf._replace(dtype=name, stored=leaf.array._replace(dtype=as_stored))
 
 
 def _read(

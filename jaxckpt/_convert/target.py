@@ -119,7 +119,7 @@ def _check_replaced(storage: Storage, path: str) -> None:
 def _goal(copied: Tree, *, ocdbt: bool, zstd: int | None) -> Tree:
     """Returns the tree with the layout of its arrays in the copy."""
     leaves = tuple(
-        replace(leaf, stored=compressed(chunked(leaf.array, inner=ocdbt), zstd), doubled=False)
+        leaf._replace(stored=compressed(chunked(leaf.array, inner=ocdbt), zstd), doubled=False)
         if leaf.has_array
         else leaf
         for leaf in copied.leaves
@@ -296,7 +296,7 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
     if not leaf.has_array:
         return leaf
     kind = tree.kind_of(tree.orbax_value_type(leaf))
-    return replace(leaf, kind=kind, dtype=leaf.array.dtype, stored=None)
+    return leaf._replace(kind=kind, dtype=leaf.array.dtype, stored=None)
 
 
 def _facts(storage: Storage, work: str) -> dict[str, FileFacts]:

@@ -177,7 +177,7 @@ def is_empty(node: object) -> bool:
 
 @cache
 def _is_childless(cls: type) -> bool:
-    return issubclass(cls, (*_ARRAYS, *SCALARS, type(None)))
+    return issubclass(cls, (*_ARRAYS, jax.ShapeDtypeStruct, *SCALARS, type(None)))
 
 
 @cache

@@ -198,8 +198,8 @@ def to_device(
     if not buffers:  # all shards are on devices of other processes
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     alike = _placed_alike(sharding, shape, dtype)
-    if alike.aval is not None and {value.dtype for value in buffers.values()} == {dtype}:
-        shards = [buffers[box] for box in alike.boxes]
+    shards = [*map(buffers.__getitem__, alike.boxes)]
+    if alike.aval is not None and shards[0].dtype == dtype:  # as all of them
         return alike.put(alike.aval, sharding, shards, alike.devices)
     value = jax.make_array_from_callback(
         shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
@@ -270,10 +270,7 @@ class Arriving:
     def add(self, value: Any) -> None:
         """Takes a value that was placed, and waits for older values if it does not fit yet."""
         from jax import Array
-        from jax.core import Tracer
 
-        if isinstance(value, Tracer):
-            raise TypeError("jax traces the caller; call restore outside jit, grad and vmap")
         if isinstance(value, Array) and is_away(value.sharding):
             self._under_way.append((value, size_bytes := _host_bytes(value)))
             self._taken_bytes += size_bytes

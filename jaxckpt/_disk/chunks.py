@@ -73,7 +73,7 @@ class Unit(NamedTuple):
     plan: ChunkRead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The facts that leaves share which are stored alike and read alike."""
 
@@ -81,6 +81,7 @@ class Layout:
     dtype: np.dtype[Any]
     places: tuple[tuple[Box, tuple[int, ...], int], ...]  # box, shape and start of each buffer
     room: int  # bytes of that memory
+    metadata: bytes  # of the array, as we write it
     chunks: int  # that are read, with repetitions
     parts: tuple[Unit, ...] | None  # None if there are many, or if they are not stored so
 
@@ -102,7 +103,7 @@ def _layout(
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
     places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
     chunks = count_chunks(stored.chunk_shape, boxes)
-    layout = Layout(boxes=boxes, dtype=dtype, places=places, room=room, chunks=chunks, parts=None)
+    layout = Layout(boxes, dtype, places, room, encode_zarr3(stored), chunks, parts=None)
     if stored.zstd is not None:
         return layout, sum(sizes), DECODED
     if count_chunks(stored.unit_shape, boxes) > MAX_KEPT_CHUNKS:
@@ -288,12 +289,11 @@ class Chunks:
             CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
         """
         leaf, layout, path, places = read.leaf, read.layout, self._item.path, self._places
-        prefix, stored, jobs = leaf.prefix, leaf.array, []
-        if places.get(prefix + ZARR3) != encode_zarr3(stored):
+        prefix, stored, view, jobs = leaf.prefix, leaf.array, memoryview(memory), []
+        if places.get(prefix + ZARR3) != layout.metadata:
             self._check_described(leaf, prefix + ZARR3)
         sums = None if self._sums is None else self._sums[prefix]
         inner: dict[str, list[Place]] = {}
-        view = memoryview(memory)
         for part in units_read(layout, stored) if layout.parts is None else layout.parts:
             suffix, at_inner, unit, nbytes, start, _ = part
             key = prefix + suffix

@@ -17,7 +17,7 @@ import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -259,7 +259,7 @@ def _encoded(stored: StoredArray, unit: Values) -> bytes:
     from jaxckpt.storage._arrays import encode_array
 
     shape = stored.unit_shape
-    alone = replace(stored, shape=shape, chunk_shape=shape, inner_shape=None)
+    alone = stored._replace(shape=shape, chunk_shape=shape, inner_shape=None)
     values = unit.view(dtype_of(stored.dtype)).reshape(shape)
     return encode_array(zarr3_metadata(alone), chunk_key((0,) * len(shape)), values)
 

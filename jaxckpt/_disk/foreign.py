@@ -118,7 +118,7 @@ def _jax_key(item: Item, is_typed: bool) -> Item:
     leaf = item.tree.leaves[0]
     # The implementation is not recorded. In jax only the default one has two words.
     if is_typed and leaf.stored is not None and leaf.shape[-1:] == (2,):
-        leaf = replace(leaf, kind="key", dtype=f"key<{_KEY}>", key_impl=_KEY, shape=leaf.shape[:-1])
+        leaf = leaf._replace(kind="key", dtype=f"key<{_KEY}>", key_impl=_KEY, shape=leaf.shape[:-1])
     return replace(item, tree=replace(item.tree, leaves=(leaf,)))
 
 
@@ -146,14 +146,14 @@ def _bare(item: Item) -> Item:
     if len(item.tree.leaves) != 1:
         raise corrupt(item.path, "should be one array")
     leaf = item.tree.leaves[0]
-    bare = replace(leaf, path=(), key_types=(), alias=leaf.name)
+    bare = leaf._replace(path=(), key_types=(), alias=leaf.name)
     return replace(item, tree=replace(item.tree, leaves=(bare,), root=None, typed=True))
 
 
 def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
     """Marks arrays with a recorded sharding as jax arrays, for a tree without kinds."""
     leaves = tuple(
-        replace(leaf, kind="array") if leaf.has_array and leaf.name in shardings else leaf
+        leaf._replace(kind="array") if leaf.has_array and leaf.name in shardings else leaf
         for leaf in saved.leaves
     )
     return replace(saved, leaves=leaves)
@@ -181,7 +181,7 @@ def _complete(item: Item) -> Item:
     leaves = [
         leaf
         if not leaf.has_array
-        else replace(leaf, kind="str", value=texts[leaf.name])
+        else leaf._replace(kind="str", value=texts[leaf.name])
         if metadata[leaf.name] is None and leaf.name in texts
         else _complete_leaf(leaf, metadata[leaf.name], impls.get(leaf.name), item, key)
         for leaf in saved.leaves
@@ -210,15 +210,15 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
     arrays.check_foreign(stored, leaf=leaf.text, file=file)
     kind, shape = leaf.kind, stored.shape
     if impl is not None and kind == "array" and shape:
-        return replace(
-            leaf, kind="key", dtype=f"key<{impl}>", shape=shape[:-1], key_impl=impl, stored=stored
+        return leaf._replace(
+            kind="key", dtype=f"key<{impl}>", shape=shape[:-1], key_impl=impl, stored=stored
         )
     if recorded := item.tree.kinds.get(leaf.name):
         kind = recorded
     elif kind == "generic":
         # Orbax restores every scalar as a Python number.
         kind = _python_kind(np.dtype(arrays.dtype_of(stored.dtype)))
-    leaf = replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
+    leaf = leaf._replace(kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
     if recorded and (problem := arrays.leaf_problem(leaf, stored)):
         raise bad_leaf(leaf, f"{item.path}/{names.TREE_METADATA}", problem)
     return leaf
@@ -290,7 +290,7 @@ def _with_values(found: Found, path: str, saved: Tree) -> Tree:
         here = told.get(leaf.path, leaf)
         if here.has_array and here.name != leaf.name:
             its = named.get(here.name, leaf)
-            leaf = replace(its, path=leaf.path, key_types=leaf.key_types, alias=here.name)
+            leaf = its._replace(path=leaf.path, key_types=leaf.key_types, alias=here.name)
         elif leaf.has_array and not here.has_array:
             leaf = here
         elif here.value is not None and leaf.kind != "empty":
@@ -314,16 +314,16 @@ def _leaves_of(node: Any, path: tuple[str, ...], kinds: tuple[int, ...]) -> list
     leaf = Leaf(path=path, key_types=kinds, kind="empty", dtype="None")
     if node is None or isinstance(node, (Mapping, list)):
         word = "None" if node is None else "Dict" if isinstance(node, Mapping) else "List"
-        return [replace(leaf, dtype=word)]
+        return [leaf._replace(dtype=word)]
     if isinstance(node, msgpack.Placeholder):
         alias = None if node.name == leaf.name else node.name
-        return [replace(leaf, kind="numpy", dtype="", alias=alias)]
-    return [_with_value(replace(leaf, kind="absent", dtype=""), node)]
+        return [leaf._replace(kind="numpy", dtype="", alias=alias)]
+    return [_with_value(leaf._replace(kind="absent", dtype=""), node)]
 
 
 def _with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
     if isinstance(value, (str, bytes)):
-        return replace(leaf, kind="str" if isinstance(value, str) else "bytes", value=value)
+        return leaf._replace(kind="str" if isinstance(value, str) else "bytes", value=value)
     array = np.asarray(value)
     kind = leaf.kind
     if kind in ("absent", "generic"):
@@ -331,7 +331,7 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
         kind = tree.kind_of(leaf.dtype) if leaf.dtype else "numpy"
         if kind == "generic" or not isinstance(value, (np.ndarray, np.generic)):
             kind = _python_kind(array.dtype)
-    return replace(leaf, kind=kind, dtype=array.dtype.name, shape=array.shape, value=array)
+    return leaf._replace(kind=kind, dtype=array.dtype.name, shape=array.shape, value=array)
 
 
 def _find_tree(found: Found, path: str, database: bool) -> Tree:

@@ -94,7 +94,7 @@ def with_texts(found: Found, path: str, saved: Tree) -> Tree:
         strings = step.decode_strings(found.read(path, names.STRINGS), file=file)
     kinds = ("str", "int") if saved.typed else ("str",)
     leaves = tuple(
-        replace(leaf, value=step.find_string(strings, leaf.name, file=file))
+        leaf._replace(value=step.find_string(strings, leaf.name, file=file))
         if leaf.kind in kinds and leaf.stored is None and leaf.value is None
         else leaf
         for leaf in saved.leaves
@@ -181,7 +181,7 @@ def subtree(item: Item, path: Path) -> Item:
     """Returns the part of a tree below `path` as an item; KeyError if nothing is there."""
     depth = len(path)
     leaves: tuple[Leaf, ...] = tuple(
-        replace(leaf, path=leaf.path[depth:], key_types=leaf.key_types[depth:], alias=leaf.name)
+        leaf._replace(path=leaf.path[depth:], key_types=leaf.key_types[depth:], alias=leaf.name)
         for leaf in item.tree.leaves
         if leaf.path[:depth] == path
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from jaxckpt._core.box import Box
@@ -31,7 +31,7 @@ _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would ga
 def compressed(stored: StoredArray, level: int | None) -> StoredArray:
     """Returns the layout of an array with compressed chunks, if they are large enough to pay."""
     small = _is_small(stored, _MAX_PLAIN_BYTES)
-    return stored if level is None or small else replace(stored, zstd=level)
+    return stored if level is None or small else stored._replace(zstd=level)
 
 
 def _is_small(stored: StoredArray, most_bytes: int) -> bool:

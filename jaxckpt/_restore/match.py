@@ -138,10 +138,9 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
         path = key_path(keys)
         try:
             # Large trees have thousands of leaves that are alike.
-            is_abstract = type(value) is jax.ShapeDtypeStruct
-            want = (alike.get(value) if is_abstract else None) or _want(value)
-            if is_abstract:
-                alike[value] = want
+            want = alike.get(value) if type(value) is jax.ShapeDtypeStruct else _want(value)
+            if want is None:
+                want = alike[value] = _want(value)
         except TypeError as error:
             leaf = path_text(path) or "(the tree itself)"
             raise TypeError(f"like: leaf {leaf} {error}") from None

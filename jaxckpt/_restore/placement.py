@@ -67,11 +67,8 @@ def plan_leaves(
     alike: dict[object, LeafPlan] = {}  # large trees have thousands of leaves that are alike
     for leaf in leaves:
         _, saved, wanted = leaf
-        key, planned = None, None
-        if wanted is not None and chooser.follows(wanted):
-            key = (saved.kind, saved.dtype, saved.shape, id(saved.stored), wanted[1:-1])
-            planned = alike.get(key)
-        if planned is not None:
+        key = wanted and (saved.kind, saved.dtype, saved.shape, id(saved.stored), wanted[1:-1])
+        if (planned := alike.get(key)) is not None:
             plans.append(LeafPlan(*leaf, *planned[3:]))
             continue
         planned = _plan_leaf(leaf, chooser, request)
@@ -79,7 +76,7 @@ def plan_leaves(
             differences.append(planned)
             continue
         plans.append(planned)
-        if key is not None:
+        if wanted is not None and chooser.follows(wanted):
             alike[key] = planned
     if differences:
         do = "does" if len(differences) == 1 else "do"

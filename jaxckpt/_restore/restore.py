@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Never, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxckpt._core import pytree
@@ -414,7 +415,7 @@ def _values(
     if item.found.part is not None:
         check_here(item, reads)
     meter.total_bytes = sum(read.total_bytes for read in reads)
-    if any(plan.kind in ("array", "key") and is_away(plan.sharding) for plan in plans):
+    if away := any(map(is_away, {x.sharding for x in plans if x.kind in ("array", "key")})):
         budget_bytes //= 2  # the other half is for copies to devices
     arriving, place_s = Arriving(budget_bytes), 0.0
     arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
@@ -424,7 +425,10 @@ def _values(
             start_s = time.monotonic()
             value = _convert(item.path, plan, parts)
             del parts  # a copy to a device keeps them for as long as it needs them
-            arriving.add(value)
+            if isinstance(value, Tracer):
+                raise TypeError("jax traces the caller; call restore outside jit, grad and vmap")
+            if away:
+                arriving.add(value)
             place_s += time.monotonic() - start_s
             yield plan.path, value
             del value  # the traceback of an error refers to this frame

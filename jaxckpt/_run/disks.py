@@ -212,7 +212,7 @@ def _good(item: Item, keys: Container[str], budget_bytes: int, failed: _Failed) 
 
     for key, read in reads_here(item, keys):
         # A leaf of its own for each: the first error of a leaf counts for all its reads.
-        reads[key] = replace(read, leaf=replace(read.leaf))
+        reads[key] = replace(read, leaf=read.leaf._replace())
     given = [*reads.values()]
     for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=note):
         pass

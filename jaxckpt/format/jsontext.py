@@ -13,8 +13,6 @@ from jaxckpt.errors import CorruptCheckpoint, damaged, lfs_problem
 MAX_BYTES: Final = 512 << 20
 MAX_DEPTH: Final = 200
 MAX_DIMS: Final = 32  # of a shape; TensorStore has the same limit
-_CONTAINERS: Final = (dict, list, tuple)
-_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # A container takes far more memory than its two bytes in the file. A tree has about eleven for each
 # leaf, of 35 bytes each. A file may have `_MAX_DENSE`, plus one for every 32 bytes.
 _MAX_DENSE: Final = 4 << 20
@@ -22,11 +20,10 @@ _BYTES_FOR_EACH: Final = 32
 
 # The beginning of a JSON value.
 _START: Final = re.compile(rb'[ \t\r\n]*+[{\["\-0-9tfnNI]')
-# Matches 64 containers at once and skips strings: one match per container would take seconds.
-_AT_ONCE: Final = 64
-_CONTAINERS_IN_TEXT: Final = re.compile(
-    rb'(?:[^"{\[]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{\[]*+)*+[{\[]){%d}+' % _AT_ONCE, re.DOTALL
-)
+_ALIKE: Final = bytes.maketrans(b"[]", b"{}")
+# Bytes that are no quotes or brackets. Without them a string that has no bracket is two quotes, and
+# what lies between the quotes of the others is in a string, or outside, by turns.
+_OTHERS: Final = bytes({*range(256)} - {*b'"[]{}'})
 
 T = TypeVar("T")
 
@@ -50,7 +47,7 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
         if b"\\ud" in data or b"\\uD" in data:
             # Half of a surrogate pair is not text; nothing later expects one.
             dumps(value, allow_nan=True)
-        _check_depth(value, file)
+        _check_depth(_brackets(data), file)
     except (ValueError, RecursionError) as error:
         raise damaged(file, f"not JSON: {error}") from error
     except MemoryError:
@@ -68,10 +65,9 @@ def dumps(value: object, *, allow_nan: bool = False) -> bytes:
     """
     try:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan)
-        _check_depth(value, "JSON")
+        _check_depth(_brackets(data := text.encode()), "JSON")
     except (RecursionError, CorruptCheckpoint) as error:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from error
-    data = text.encode()
     if problem := _size_problem(data):
         raise ValueError(problem)
     return data
@@ -122,31 +118,19 @@ def _size_problem(data: bytes) -> str | None:
         return f"{len(data)} bytes of JSON, the limit is {MAX_BYTES}"
     most = _MAX_DENSE + len(data) // _BYTES_FOR_EACH
     # The quick count includes brackets in strings; only if it is too high, count exactly.
-    if data.count(b"{") + data.count(b"[") > most and _has_more_containers(data, most):
+    if data.count(b"{") + data.count(b"[") > most and _brackets(data).count(b"{") > most:
         return f"more than {most} objects and lists in {len(data)} bytes of JSON"
     return None
 
 
-def _has_more_containers(data: bytes, most: int) -> bool:
-    end = 0
-    for _ in range(most // _AT_ONCE + 1):
-        # `match`, not `search`: a search could start inside a string.
-        found = _CONTAINERS_IN_TEXT.match(data, end)
-        if found is None:
-            return False
-        end = found.end()
-    return True
+def _brackets(data: bytes) -> bytes:
+    """Returns the brackets outside of strings, as braces; of bad JSON, all before its mistake."""
+    text = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ALIKE, _OTHERS)
+    return b"".join(text.replace(b'""', b"").split(b'"')[::2])
 
 
-def _check_depth(value: object, file: str) -> None:
-    level = [value] if isinstance(value, _CONTAINERS) else []
+def _check_depth(brackets: bytes, file: str) -> None:
     for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if type(child) not in _SCALARS and isinstance(child, _CONTAINERS)
-        ]
-        if not level:
+        if not (brackets := brackets.replace(b"{}", b"")):
             return
     raise damaged(file, f"JSON nested deeper than {MAX_DEPTH} levels")

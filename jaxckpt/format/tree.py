@@ -10,13 +10,14 @@ allow-list of `jaxckpt._core.pytree` are looked up.
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
@@ -70,8 +71,7 @@ _TEXT_KINDS: Final = ("str", "int")  # may be stored as text in the metadata, wi
 _ARRAY_TYPES: Final = ("jax.Array", "np.ndarray", "scalar")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredArray:
+class StoredArray(NamedTuple):  # a key of caches, which looks for it with each leaf
     """The layout of one leaf's values on disk."""
 
     shape: tuple[int, ...]  # of the zarr array
@@ -87,8 +87,7 @@ class StoredArray:
         return self.inner_shape or self.chunk_shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class Leaf(NamedTuple):  # of which there are many: dataclasses take four times as long
     """One leaf of a saved tree, or one empty container."""
 
     path: Path  # the names on the way to the leaf, `str()` of each key
@@ -325,7 +324,7 @@ def decode(data: bytes, *, file: str) -> Tree:
             )
     leaves = _decode_leaves(entries, file)
     if version < 3:
-        leaves = tuple(replace(x, doubled=True) if _ends_in_slash(x) else x for x in leaves)
+        leaves = tuple(x._replace(doubled=True) if _ends_in_slash(x) else x for x in leaves)
     if ours is not None:
         root = _decode_node(ours["tree"], file) if ours.get("tree") else None
         if odd := _unlike(root, leaves):  # some leaves would be lost silently
@@ -411,14 +410,14 @@ def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]
     if not entries:
         raise damaged(file, "'tree_metadata' is empty")
     leaves = []
-    alike: dict[str, dict[str, Any]] = {}  # the facts of each distinct value, by its text
+    alike: dict[bytes, dict[str, Any]] = {}  # the facts of each distinct value, by its bytes
     for entry in entries.values():
         fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
         path, key_types = _decode_path(fields.get("key_metadata"), file)
-        text = repr(value := fields.get("value_metadata"))
-        if text not in alike:
-            alike[text] = _decode_value(value, path_text(path), file)
-        leaves.append(Leaf(path=path, key_types=key_types, **alike[text]))
+        value = fields.get("value_metadata")
+        if (data := marshal.dumps(value, 2)) not in alike:
+            alike[data] = _decode_value(value, path_text(path), file)
+        leaves.append(Leaf(path, key_types, **alike[data]))
     if len({leaf.path for leaf in leaves}) != len(leaves):
         raise damaged(file, "two leaves have the same path")
     return tuple(leaves)

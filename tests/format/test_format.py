@@ -68,6 +68,25 @@ def test_json_of_too_many_parts_is_neither_parsed_nor_written(limits):
         jsontext.dumps([*text, *([],) * 200])
 
 
+@LAWS
+@given(st.text('[]{}"\\x', max_size=6), st.integers(198, 203))
+def test_brackets_in_strings_do_not_nest(text, depth):
+    """However many there are, and whatever is escaped beside them."""
+    value: object = text
+    for n in range(depth):
+        value = {text: value} if n % 2 else [text, value, text]
+    data = json.dumps(value).encode()
+
+    if depth <= jsontext.MAX_DEPTH:
+        assert jsontext.loads(data, file="f") == value
+        assert jsontext.loads(jsontext.dumps(value), file="f") == value
+        return
+    with pytest.raises(CorruptCheckpoint, match="nested deeper than 200 levels"):
+        jsontext.loads(data, file="f")
+    with pytest.raises(ValueError, match="nested deeper than 200 levels"):
+        jsontext.dumps(value)
+
+
 @pytest.mark.parametrize(
     ("shape", "chunk", "inner", "problem"),
     [

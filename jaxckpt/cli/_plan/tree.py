@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -146,7 +146,7 @@ def planned(tree: object, specs: Specs, cluster: Cluster) -> PlannedTree:
         found.append((leaf, spec, sharding))
     stored = plan_save([spec for _, spec, _ in found], process=0).stored
     leaves = tuple(
-        PlannedLeaf(leaf=replace(leaf, stored=array), spec=spec, sharding=sharding)
+        PlannedLeaf(leaf=leaf._replace(stored=array), spec=spec, sharding=sharding)
         for (leaf, spec, sharding), array in zip(found, stored, strict=True)
     )
     return PlannedTree(leaves=leaves, replicated=tuple(chooser.replicated))
@@ -184,8 +184,8 @@ def _flat(tree: object) -> list[tuple[Leaf, Any]]:
         of = abstract.get(id(value))
         if of is not None and is_key_dtype(of.dtype):
             impl = str(of.dtype._impl.name)  # no public way from a dtype
-            leaf = replace(leaf, kind="key", dtype=of.dtype.name, shape=of.shape, key_impl=impl)
+            leaf = leaf._replace(kind="key", dtype=of.dtype.name, shape=of.shape, key_impl=impl)
         elif of is not None:
-            leaf = replace(leaf, kind="array")
+            leaf = leaf._replace(kind="array")
         leaves.append((leaf, value))
     return leaves
