@@ -127,6 +127,25 @@ def test_a_step_is_committed_locally_then_uploaded(directory, local):
     assert jaxckpt.verify(f"{directory}/1").ok
 
 
+def test_a_question_about_another_step_takes_no_step_from_the_directory(directory, local):
+    """It is asked while the state of an item is taken, as another thread may ask."""
+    policies = {"save": SavePolicy(every_steps=10)}
+    tier = LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(directory, local=tier, **policies) as manager:
+
+        class Asking:
+            def get_state(self):
+                assert manager.should_save(11)
+                return {"at": 10}
+
+            def set_state(self, state): ...
+
+        handle = manager.save(10, state(10), items={"data": Asking()})
+        handle.durable()
+
+        assert manager.tiers["durable"] == [10]
+
+
 def test_each_place_has_its_own_policies(directory, local):
     """`save` names what is uploaded, `LocalTier.save` what is saved besides."""
     with CheckpointManager(
