@@ -137,10 +137,10 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1733, 11, 20),
-    "manager open + save": (3934, 15, 41),
-    "open + save, local": (6375, 18, 126),
+    "manager open + save": (3933, 15, 41),
+    "open + save, local": (6370, 18, 126),
     "restore(path, like)": (2195, 14, 8),
-    "manager.restore(like)": (2716, 18, 10),
+    "manager.restore(like)": (2727, 18, 10),
     "open": (581, 10, 5),
     "verify": (1864, 15, 17),
 }
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1212, 818),
     "_progress": (223, 167),
     "_restore": (2198, 1642),
-    "_run": (10412, 7199),
+    "_run": (10420, 7206),
     "_save": (2368, 1675),
     "cli": (4605, 3315),
     "format": (3292, 2160),

@@ -123,11 +123,16 @@ class Position:
         """Returns the newest step of the roots, as process 0 finds it."""
         return self._lead("newest", partial(newest_of, self.roots))
 
-    def go_on(self, step: int, first: int, *, is_newest: bool) -> bool:
+    def go_on(
+        self, step: int, first: int, last: int, wait: Callable[[], None], *, is_newest: bool
+    ) -> bool:
         """Continues from a step that took the place of `first`; returns whether steps are gone."""
-        if step == first and (not is_newest or self.base <= step <= max(self.agreed, self.floor)):
+        # Without the floor and the base, which the threads of saves change until `wait` returns.
+        least = max(self.agreed, self._found.restorable.step)
+        if step == first and (not is_newest or least <= step <= max(self.agreed, last)):
             self.come_from(max(step, self.base), self._found)
             return False
+        wait()
         if is_newest:  # later ones may have been set aside, or the directory was away
             self.come_from(step)
         if is_newest and not is_apart(self.roots[0]):

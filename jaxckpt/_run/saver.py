@@ -161,7 +161,6 @@ class Saver:
         return decided
 
     def _decided(self, step: int, force: bool) -> tuple[Decision, bool]:
-
         def because(reason: str, *, save: bool = True) -> tuple[Decision, bool]:
             return Decision(step=step, save=save, reason=reason), True
 
@@ -193,8 +192,12 @@ class Saver:
             if not root.owner.is_guest or step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, step)
         self.comparisons.ask()
-        if self._options.writes and self.position.go_on(step, first, is_newest=is_newest):
+        saves: Any = self.due.last_step, self._wait_for_saves
+        if self._options.writes and self.position.go_on(step, first, *saves, is_newest=is_newest):
             self._went_back()
+
+    def _wait_for_saves(self) -> None:
+        self.worker.wait(self.worker.under_way())
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""

@@ -1261,6 +1261,21 @@ class Failing(Slow):
             raise OSError(errno.ENOSPC, "no room", path)
 
 
+def test_a_restore_is_alike_in_all_processes_while_a_save_ends(tmp_path):
+    """The saving thread of one has not recorded the commit yet."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), timeout_s=5) as manager:
+            manager.save(1, {"a": 1}).result()
+            manager.save(2, {"a": 2}).result()
+            if processes.index == 1:
+                position = manager._saver.position
+                position.floor = position.base = 1
+            return manager.restore({"a": 0}), manager.save(3, {"a": 3}).result()
+
+    assert [one["a"] for one, _ in simulate(2, run)] == [2, 2]
+
+
 def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
     """Though another process has committed its part."""
     failing = Failing(names.RECORD, "/host1/")
