@@ -204,6 +204,7 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
     if data is None:
         raise bad_leaf(leaf, file, "the tree lists it, but its array is missing")
     try:
+        data = item.found.read(*posixpath.split(file), data)
         stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"leaf {leaf.text}: {error}", leaf=leaf.text, file=file) from error
@@ -258,11 +259,10 @@ def _refuse_link(leaf: Leaf, found: Found, folder: str, name: str) -> None:
 def _read_key_impls(found: Found, path: str) -> dict[str, str]:
     impls: dict[str, str] = {}
     folder = f"{path}/{names.ARRAY_METADATAS}"
-    entry = found.entries(path).get(names.ARRAY_METADATAS)
-    for name in found.entries(folder) if entry is not None and entry.kind == "dir" else ():
+    is_there = found.contents(path).get(names.ARRAY_METADATAS) == "dir"
+    for name in found.contents(folder) if is_there else ():
         if name.startswith("process_"):
-            data = found.storage.read(f"{folder}/{name}", max_bytes=jsontext.MAX_BYTES)
-            impls |= step.decode_key_impls(data, file=f"{folder}/{name}")
+            impls |= step.decode_key_impls(found.read(folder, name), file=f"{folder}/{name}")
     return impls
 
 

@@ -160,20 +160,19 @@ class Found:
                     "`cp -rL` makes a copy without them.",
                 )
 
-    def read(self, folder: str, name: str) -> bytes:
-        """Reads a small file below a directory; CorruptCheckpoint if missing or not as recorded."""
+    def read(self, folder: str, name: str, data: bytes | None = None) -> bytes:
+        """Reads a small file, or takes its data; CorruptCheckpoint if gone or not as recorded."""
         file = f"{folder}/{name}"
         relative = file.removeprefix(f"{self.path}/")
         facts = None if self.record is None else self.record.files.get(relative)
         if facts is None:
-            return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+            return self.storage.read(file, max_bytes=jsontext.MAX_BYTES) if data is None else data
         folder, _, name = file.rpartition("/")
         repeated = (facts.text or "").encode()
         if repeated and self.entries(folder).get(name) == ("file", len(repeated)):
             return repeated
-        data = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
-            data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
+            data = data or self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
         if data is None or facts.sha256 != step.digest(data):
             entry = self.entries(folder).get(name)
             if entry is None:

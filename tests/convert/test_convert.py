@@ -430,6 +430,33 @@ def test_damage_of_plain_files_is_found(tmp_path, damage):
         jaxckpt.restore(tmp_path / "old")
 
 
+@pytest.mark.parametrize(
+    ("file", "written", "other"),
+    [
+        ("w/zarr.json", b'"shape":[96,4]', b'"shape":[16,4]'),
+        ("array_metadatas/process_0", b'"random_key_impl"', b'"sandom_key_impl"'),
+        ("array_metadatas/process_0", b"", None),
+    ],
+)
+def test_damaged_metadata_of_plain_arrays_does_not_change_them(tmp_path, file, written, other):
+    """What is read after a flipped bit would be another shape, or the data of a key."""
+    jaxckpt.save(tmp_path / "saved", {"w": np.ones((96, 4)), "key": jax.random.key(7)})
+    jaxckpt.convert(tmp_path / "saved", tmp_path / "plain", ocdbt=False)
+    damaged = tmp_path / "plain" / "state" / file
+    data = damaged.read_bytes()
+    assert written in data
+    damaged.unlink()
+    if other is not None:
+        damaged.write_bytes(data.replace(written, other))
+
+    for like in (None, jaxckpt.restore(tmp_path / "saved")):
+        with pytest.raises(CorruptCheckpoint) as caught:
+            jaxckpt.restore(tmp_path / "plain", like)
+        assert caught.value.file == str(damaged)
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.convert(tmp_path / "plain", tmp_path / "copy")
+
+
 def test_a_file_without_a_digest_is_not_called_checked(tmp_path):
     """Where one is too large to be read as a whole, say."""
     jaxckpt.save(tmp_path / "saved", {"w": np.arange(5.0)})
