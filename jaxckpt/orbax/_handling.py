@@ -28,13 +28,14 @@ from etils import epath
 
 from jaxckpt import SaveFailed, SaveHandle, StepExists, save
 from jaxckpt._disk.commit import commit_of
+from jaxckpt._disk.found import Found, record_at
 from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
 from jaxckpt.format import names, step
 from jaxckpt.multihost import Group, Processes
 from jaxckpt.orbax import args
-from jaxckpt.storage import LocalStorage, Storage
+from jaxckpt.storage import LocalStorage, Storage, locate, real
 from jaxckpt.storage._large import pieces
 
 
@@ -73,6 +74,8 @@ def _check_global(tree: Any) -> None:
 
 
 _MOST_PART_BYTES: Final = 256 << 20
+_MOST_TWICE_BYTES: Final = 16 << 20  # of a file that is read here and by a program's handler
+_MOST_NESTED: Final = 4  # directories from that of an item up to that of its checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
@@ -377,7 +380,27 @@ def load(handler: Any, path: str, given: Any) -> Any:
     """Returns the object that a handler restores from a path for args."""
     if _is_plain(handler, "restore"):
         return handler._restored(path, given)
+    check_files(path)
     return _call(handler.restore, epath.Path(path), given)
+
+
+def recorded(path: str) -> tuple[Found, str]:
+    """Returns the checkpoint around an item, as far as a record has its files, and the item."""
+    storage, folder = locate(path)
+    folder = top = real(storage, folder)
+    for _ in range(_MOST_NESTED):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return Found(storage=storage, path=top, record=record_at(storage, top)), folder
+        top = posixpath.dirname(top)
+    return Found(storage=storage, path=folder), folder
+
+
+def check_files(path: str) -> None:
+    """Raises CorruptCheckpoint if a small file that a handler will read is not as recorded."""
+    found, folder = recorded(path)
+    for name, facts in found.recorded(folder).items():
+        if facts.sha256 is not None and facts.size <= _MOST_TWICE_BYTES:
+            found.read(folder, name)
 
 
 def typestr(handler: Any) -> str:

@@ -18,7 +18,6 @@ from jaxckpt.orbax._handling import AsyncCheckpointHandler as AsyncCheckpointHan
 from jaxckpt.orbax._handling import CheckpointHandler as CheckpointHandler
 from jaxckpt.orbax._handling import Future as Future
 from jaxckpt.orbax._handling import Items, Ours, Stored, Taker, typestr
-from jaxckpt.storage import locate
 
 _handler_class = args.get_registered_handler_cls
 
@@ -134,11 +133,11 @@ class JsonCheckpointHandler(Ours):
         return {"": Stored(files={self._filename: text.encode()}, handler=self.typestr())}
 
     def _restored(self, path: str, given: Any) -> Any:
-        storage, folder = locate(path)
-        file = f"{folder}/{self._filename}"
-        if posixpath.basename(folder) == names.METRICS_ITEM and storage.kind(file) is None:
-            file = f"{folder}/{names.METRICS_FILE}"  # as `metrics=` writes it
-        return jsontext.loads(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
+        found, folder = _handling.recorded(path)
+        name, is_metrics = self._filename, posixpath.basename(folder) == names.METRICS_ITEM
+        if is_metrics and name not in found.contents(folder):
+            name = names.METRICS_FILE  # as `metrics=` writes it
+        return jsontext.loads(found.read(folder, name), file=f"{folder}/{name}")
 
 
 class JaxRandomKeyCheckpointHandler(Ours):

@@ -194,6 +194,60 @@ def test_a_lost_state_is_damage_wherever_it_was_in_the_args(tmp_path):
         jaxckpt.restore(tmp_path / "1")
 
 
+@pytest.mark.parametrize(
+    ("file", "args", "handler"),
+    [
+        ("config/metadata", ours.args.JsonRestore(), ours.JsonCheckpointHandler()),
+        (
+            "key/jax_random_key_metadata/metadata",
+            ours.args.JaxRandomKeyRestore(),
+            ours.JaxRandomKeyCheckpointHandler(),
+        ),
+    ],
+)
+def test_a_damaged_item_of_json_is_not_restored_as_another_value(tmp_path, file, args, handler):
+    """Whatever its handler is called by; most flipped bits leave it JSON."""
+    items = {
+        "config": ours.args.JsonSave({"lr": 0.002}),
+        "key": ours.args.JaxRandomKeySave(jax.random.key(3)),
+    }
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ours.args.Composite(**items))
+    name, path = file.split("/")[0], tmp_path / "1" / file
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"2", b"3").replace(b"typed", b"tyqed"))
+    assert path.read_bytes() != data
+
+    with ours.CheckpointManager(tmp_path) as manager:
+        for given in (None, ours.args.Composite(**{name: args})):
+            with pytest.raises(jaxckpt.CorruptCheckpoint, match=file):
+                manager.restore(1, args=given)
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=file):
+        ours.Checkpointer(handler).restore(tmp_path / "1" / name)
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=file):
+        handler.restore(tmp_path / "1" / name)
+
+
+@pytest.mark.parametrize("damage", ["other", "gone"])
+def test_a_damaged_file_of_a_handler_is_not_handed_to_it(tmp_path, damage):
+    class Handler(ours.CheckpointHandler):
+        def save(self, directory, item):
+            (directory / "n").write_text(f"{item}")
+
+        def restore(self, directory):
+            return int((directory / "n").read_text())
+
+    checkpointer = ours.Checkpointer(Handler())
+    checkpointer.save(tmp_path / "a", 5)
+    assert checkpointer.restore(tmp_path / "a") == 5
+    (tmp_path / "a" / "n").unlink()
+    if damage == "other":
+        (tmp_path / "a" / "n").write_text("4")
+
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=r"a/n is (damaged|missing)"):
+        checkpointer.restore(tmp_path / "a")
+
+
 def test_an_item_that_is_none(tmp_path):
     """It is stored by its handler, and restored as None, with args for it and without."""
 

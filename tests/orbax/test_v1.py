@@ -334,6 +334,19 @@ def test_items_of_all_kinds(tmp_path):
     twice(program, tmp_path, read=read, api="v1")
 
 
+def test_a_damaged_file_of_a_handler_is_not_handed_to_it(tmp_path):
+    context = ocp.Context()
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(WordHandler, checkpointable_name="word")
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", {"word": Word("one"), "state": {"n": 1}})
+        assert ocp.load_checkpointables(tmp_path / "a")["word"] == "one"
+        (tmp_path / "a" / "word" / "word.txt").write_text("two")
+
+        with pytest.raises(jaxckpt.CorruptCheckpoint, match="is damaged"):
+            ocp.load_checkpointables(tmp_path / "a")
+
+
 def test_a_handler_that_saves_a_tree_with_that_of_trees(tmp_path):
     """With the options of the context, targets of any kind, and metadata as of other trees."""
 

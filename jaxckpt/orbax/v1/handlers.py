@@ -23,7 +23,7 @@ from jaxckpt import save as save_checkpoint
 from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
-from jaxckpt.orbax._handling import FolderItem, Stored, Taker, run, typestr
+from jaxckpt.orbax._handling import FolderItem, Stored, Taker, check_files, run, typestr
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 from jaxckpt.orbax.v1._trees import cast, load_tree, tree_metadata
 
@@ -232,6 +232,7 @@ def take_files(handler: Any, value: Any) -> Taker:
 
 def load_files(handler: Any, folder: str, target: Any) -> Any:
     """Lets a handler load the files of an item."""
+    check_files(folder)
 
     async def load() -> Any:
         return await (await handler.load(epath.Path(folder), target))
