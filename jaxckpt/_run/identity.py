@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxckpt._disk.found import record_at
 from jaxckpt._run.copies import Saved, astray
@@ -26,19 +26,27 @@ from jaxckpt.storage import Entry
 
 
 def read_identity(index: StepIndex) -> Identity | None:
-    """Reads whose steps a root has: in its file, or else in the record of its newest step."""
+    """Reads whose steps a root has: in its file, or else in the record of a newest step."""
     return index.small(Identity, names.RUN) or _in_steps(index)
 
 
 def _in_steps(index: StepIndex) -> Identity | None:
-    newest = newest_saved(index)
-    return Identity(id=newest.run) if newest is not None and newest.run else None
+    newest = map(newest_saved, indexes_in(index))
+    return next((Identity(id=one.run) for one in newest if one is not None and one.run), None)
+
+
+def indexes_in(local: StepIndex) -> Iterator[StepIndex]:
+    """Yields the steps of a local directory: its own, and those in the shares of processes."""
+    yield StepIndex(local.storage, local.root, quiet=True)
+    for name in names.shares(local.entries()):
+        yield StepIndex(local.storage, f"{local.root}/{name}", quiet=True)
 
 
 def identities_in(local: StepIndex) -> dict[str, Identity | None]:
     """Returns the roots in a local directory that may have the steps of a run, and their ids."""
-    guests = [name for name in check_root(local.storage, local.root) or () if names.is_guest(name)]
-    roots = [local.root, *(f"{local.root}/{name}" for name in guests)]
+    if not (entries := check_root(local.storage, local.root)):
+        return {local.root: None}
+    roots = [local.root, *(f"{local.root}/{name}" for name in entries if names.is_guest(name))]
     return {root: read_identity(StepIndex(local.storage, root, quiet=True)) for root in roots}
 
 

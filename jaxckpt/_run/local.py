@@ -29,6 +29,7 @@ from jaxckpt._run.copies import Saved, astray, latest
 from jaxckpt._run.identity import (
     ensure_id,
     identities_in,
+    indexes_in,
     is_new,
     lives_in,
     newest_saved,
@@ -237,7 +238,7 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
         if not _is_copy(one, directory):
             return at
     if here[local.root] is None and (
-        not _steps_in(local) or any(_share_a_save(one, directory) for one in _indexes(local))
+        not _steps_in(local) or any(_share_a_save(one, directory) for one in indexes_in(local))
     ):
         return local.root
     return f"{local.root}/{names.guest(_token(run_id, url))}"
@@ -247,15 +248,9 @@ def _token(*texts: str) -> str:
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
 
 
-def _indexes(local: StepIndex) -> list[StepIndex]:
-    """Returns the steps of a local directory: its own, and those in the shares of processes."""
-    shares = [f"{local.root}/{name}" for name in names.shares(local.entries())]
-    return [StepIndex(local.storage, root, quiet=True) for root in (local.root, *shares)]
-
-
 def _steps_in(local: StepIndex) -> dict[str, list[int]]:
     """Returns the steps of a local directory by root, without roots that have none."""
-    found = {index.root: index.present() for index in _indexes(local)}
+    found = {index.root: index.present() for index in indexes_in(local)}
     return {root: steps for root, steps in found.items() if steps}
 
 
@@ -294,17 +289,15 @@ def _about_others(local: StepIndex, identity: Identity, home: str) -> str:
         return ""
     listed = "; ".join(f"{root}: {shown([*map(str, steps)])}" for root, steps in there.items())
     remove = "; ".join(command("rm", at, *n) for at, n in there.items())
-    whose, more = "another run", ""
+    name_it = f"echo '{run.encode(identity).decode()}' > {local.root}/{names.RUN}"
+    keep = f" If they are of this run, stop the job and: rm -r {home} && {name_it}"
+    whose, advice = "another run", f" If nobody needs them: {remove}."
     if other is None:
         whose = "another run or an older release, none of which is in the directory of this run"
-        known = run.encode(identity).decode()
-        more = (
-            " If they are of this run, stop the job and: "
-            f"rm -r {home} && echo '{known}' > {local.root}/{names.RUN}"
-        )
+        advice += keep
+    elif other.directory == identity.directory:
+        whose = f"another run of {other.directory}, or {names.RUN} is damaged there or here"
+        advice = keep
     elif other.directory:
         whose = f"another run, {other.directory}"
-    return (
-        f"{listed} are steps of {whose}. They are left alone; this run saves in {home}. If nobody "
-        f"needs them: {remove}.{more}"
-    )
+    return f"{listed} are steps of {whose}. They are left alone; this run saves in {home}.{advice}"

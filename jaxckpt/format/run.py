@@ -1,6 +1,6 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
-    _jaxckpt.run            {"id", "directory": URL}
+    _jaxckpt.run            {"id", "directory": URL, "check": digest of the id}
     _jaxckpt.steps          [directory names], where peers are to read the steps
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to", "began_ns"}
@@ -11,6 +11,7 @@ All are JSON. Times are wall clock, ns since 1970.
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -208,13 +209,20 @@ RootFile = TypeVar("RootFile", Identity, Owner, Doomed, Lease)
 
 
 def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
-    return jsontext.dumps(given({one.name: getattr(record, one.name) for one in fields(record)}))
+    top = given({one.name: getattr(record, one.name) for one in fields(record)})
+    return jsontext.dumps(top | ({"check": _check(top["id"])} if "id" in top else {}))
+
+
+def _check(found: Any) -> str:
+    return hashlib.sha256(ascii(found).encode()).hexdigest()[:16]
 
 
 def decode(kind: type[RootFile], data: bytes, *, file: str) -> RootFile:
     """Decodes what `encode` made; names of steps that are none are left out."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     values: dict[str, Any] = {}
+    if "check" in top and top["check"] != _check(top.get("id")):  # older releases wrote none
+        raise damaged(file, "'id' is not what was written")
     for one in fields(kind):
         if top.get(one.name) is None and (one.default, one.default_factory) != (MISSING, MISSING):
             continue

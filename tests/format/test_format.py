@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from dataclasses import replace
 
@@ -175,6 +177,17 @@ def test_a_life_reads_back(name, begun, url):
     assert life.starts == tuple(begun)
     assert step.decode_record(step.encode_record(record), file="f") == record
     assert run.decode(run.Identity, run.encode(identity), file="f") == identity
+
+
+def test_a_flipped_bit_makes_no_other_id():
+    identity = run.Identity(id=step.digest(b"")[:32], directory="file:///run")
+    data = run.encode(identity)
+    for i, bit in itertools.product(range(len(data)), range(8)):
+        with contextlib.suppress(CorruptCheckpoint):
+            flipped = data[:i] + bytes([data[i] ^ 1 << bit]) + data[i + 1 :]
+            assert run.decode(run.Identity, flipped, file="f").id == identity.id
+    older = b'{"id":"' + identity.id.encode() + b'"}'
+    assert run.decode(run.Identity, older, file="f").id == identity.id
 
 
 @pytest.mark.parametrize("bad", [[], {"id": 3}, {"id": "x", "starts": [["a"]]}, {"starts": []}])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
 import shutil
+import subprocess
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.copies import Saved, astray
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import step as step_format
+from jaxckpt.testing import simulate
 from tests.commandline import cli, said_json
 from tests.run.test_tiers import store  # noqa: F401  # a fixture
 
@@ -290,6 +293,76 @@ def test_a_damaged_id_is_read_from_the_newest_step(tmp_path, train):
         said = train("A", [])
         assert said["from"] == "A 1"
         assert json.loads(file.read_bytes()) == json.loads(before)
+
+
+def flip(file):
+    """Changes one digit of the id."""
+    data = file.read_bytes()
+    at = data.index(b'"id":"') + 6
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+def train_ahead(path, steps, disk="nvme"):
+    """Saves each step on a disk, and each fourth in the directory."""
+    tier = LocalTier(path / disk, save=EACH, keep=LAST)
+    save = SavePolicy(every_steps=4)
+    with CheckpointManager(path / "A", local=tier, save=save, timeout_s=60) as manager:
+        _, start = manager.restore_or(lambda: {"n": 0})
+        for step in steps:
+            manager.save(step, {"n": step}).result()
+        return start, manager.problems
+
+
+@pytest.mark.parametrize("place", ["A", "nvme"])
+def test_a_wrong_digit_in_an_id_loses_no_local_step(tmp_path, place):
+    train_ahead(tmp_path, range(1, 8))
+    assert [steps_in(tmp_path / at) for at in ("A", "nvme")] == [[4], [6, 7]]
+    ids = {file: file.read_bytes() for file in tmp_path.glob("*/_jaxckpt.run")}
+    flip(tmp_path / place / "_jaxckpt.run")
+
+    assert train_ahead(tmp_path, [8])[0] == 7
+    assert {file: file.read_bytes() for file in ids} == ids
+
+
+@pytest.mark.parametrize("place", ["A", "nvme"])
+def test_a_wrong_digit_without_a_digest_advises_to_remove_nothing(tmp_path, place):
+    """The id of an earlier release has none. The command in the message brings the steps back."""
+    train_ahead(tmp_path, range(1, 8))
+    for file in tmp_path.glob("*/_jaxckpt.run"):
+        about = json.loads(file.read_bytes())
+        del about["check"]
+        file.write_text(json.dumps(about, separators=(",", ":")))
+    flip(tmp_path / place / "_jaxckpt.run")
+
+    start, problems = train_ahead(tmp_path, [])
+    assert start == 4
+    [problem] = [one for one in problems if "another run" in one]
+    assert f"another run of {tmp_path / 'A'}, or _jaxckpt.run is damaged there or here" in problem
+    assert "jaxckpt rm" not in problem
+    subprocess.run(problem.partition("stop the job and: ")[2], shell=True, check=True)
+    assert train_ahead(tmp_path, [8])[0] == 7
+
+
+@pytest.mark.parametrize("damage", ["flip", "empty", "gone"])
+def test_a_damaged_id_beside_shares_is_read_from_a_share(tmp_path, damage):
+    """What several processes save on a disk lies below the file with the id."""
+
+    def job(processes, steps):
+        return train_ahead(tmp_path, steps, f"host{processes.index}")
+
+    simulate(2, functools.partial(job, steps=range(1, 8)), timeout_s=60)
+    files = [tmp_path / f"host{rank}" / "_jaxckpt.run" for rank in (0, 1)]
+    ids = [file.read_bytes() for file in files]
+    for file in files:
+        if damage == "flip":
+            flip(file)
+        else:
+            file.write_bytes(b"")
+        if damage == "gone":
+            file.unlink()
+
+    assert simulate(2, functools.partial(job, steps=[8]), timeout_s=60) == [(7, [])] * 2
+    assert [file.read_bytes() for file in files] == ids
 
 
 # --- earlier lives of one run ----------------------------------------------------------------
