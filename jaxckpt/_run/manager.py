@@ -440,7 +440,7 @@ class CheckpointManager:
         reading = self._reading(None, items, request)
         steps = self._resume.of("latest")
         if not steps:
-            self._saver.position.come_from(-1)
+            self._saver.position.begin_anew()
             return as_restored(init(), request), 0
         reading.like = init() if request.keeps_values else shapes_of(init)
         try:
@@ -448,7 +448,7 @@ class CheckpointManager:
             found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
         except NeverWhole as error:
             self._resume.report_alike(f"{error}. The run begins anew")
-            self._saver.position.come_from(-1)
+            self._saver.position.begin_anew()
             return as_restored(init(), request), 0
         return self._go_on(found, reading, goes_on=True), found[1]
 

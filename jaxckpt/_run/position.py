@@ -119,10 +119,6 @@ class Position:
             "(jaxckpt.fork)."
         )
 
-    def newest(self) -> int:
-        """Returns the newest step of the roots, as process 0 finds it."""
-        return self._lead("newest", partial(newest_of, self.roots))
-
     def go_on(
         self, step: int, first: int, last: int, wait: Callable[[], None], *, is_newest: bool
     ) -> bool:
@@ -136,17 +132,22 @@ class Position:
         if is_newest:  # later ones may have been set aside, or the directory was away
             self.come_from(step)
         if is_newest and not is_apart(self.roots[0]):
-            self._leave(max(step, self.newest()), step)
+            newest = self._lead("newest", partial(newest_of, self.roots))
+            self._leave(max(step, newest), step)
         else:
             self.go_back()
         return True
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
-        newest = self.newest()
+        newest = self._lead("newest", partial(newest_of, self.roots))
         found = newest_in(self.roots, self.floor, self.base, self.deleted)
         newest = max(newest, found.whole)
         self._leave(newest, newest, found)
+
+    def begin_anew(self) -> None:
+        """Continues from no step: none is there that was ever committed."""
+        self._leave(-1, -1)
 
     def _leave(self, newest: int, good: int, found: Newest = NOTHING) -> None:
         """Records that later steps are gone; `good` is the newest that every process trusts."""

@@ -1276,6 +1276,26 @@ def test_a_restore_is_alike_in_all_processes_while_a_save_ends(tmp_path):
     assert [one["a"] for one, _ in simulate(2, run)] == [2, 2]
 
 
+def test_a_job_begins_anew_after_others_have_deleted_all_steps(tmp_path):
+    """Its saves may have numbers below those that were there when it opened the run."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage()) as manager:
+            for step in (10, 20):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+        with manager_of(tmp_path, processes.index, LocalStorage()) as manager:
+            for path in (tmp_path / f"host{processes.index}/share_0", tmp_path / "run"):
+                for step in path.glob("[0-9]*"):
+                    shutil.rmtree(step, ignore_errors=True)
+            processes.within(30).gather("deleted", None)
+            assert manager.restore_or(lambda: {"a": 0}) == ({"a": 0}, 0)
+            manager.save(15, {"a": 15}).result()
+            return manager.all_steps()
+
+    assert simulate(2, run) == [[15], [15]]
+
+
 def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
     """Though another process has committed its part."""
     failing = Failing(names.RECORD, "/host1/")
