@@ -9,6 +9,7 @@ from typing import Any
 from jaxckpt._disk.find import lost_record
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.listing import ListedRoot
+from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import StepNames
 from jaxckpt.storage import Storage, listing
@@ -68,9 +69,12 @@ def run_metadata(listed: ListedRoot) -> dict[str, Any]:
 def write_run_metadata(listed: ListedRoot, metadata: Mapping[str, Any]) -> None:
     """Writes the metadata of a run that has none; other metadata stays and is reported."""
     folder = f"{listed.root}/{names.ROOT_METADATA}"
-    if not run_metadata(listed):
-        listed.storage.make_dir(folder)
-        data = jsontext.dumps({"custom_metadata": dict(metadata)})
-        listed.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
-    if run_metadata(listed) != metadata:
-        listed.report(f"{folder} has other run_metadata than this job, and stays as it is")
+    try:
+        if not run_metadata(listed):
+            listed.storage.make_dir(folder)
+            data = jsontext.dumps({"custom_metadata": dict(metadata)})
+            listed.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
+        if run_metadata(listed) != metadata:
+            listed.report(f"{folder} has other run_metadata than this job, and stays as it is")
+    except CorruptCheckpoint as error:
+        listed.report(f"{error}. The run goes on; remove the file to have it written again")

@@ -184,8 +184,9 @@ def upload(
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
         _follow_pin(found, target.storage, path, was_pinned=was_pinned)
-        if (metadata := run_metadata(source)) and not run_metadata(target):
-            write_run_metadata(target, metadata)
+        with contextlib.suppress(CorruptCheckpoint):  # a job that has some says so
+            if (metadata := run_metadata(source)) and not run_metadata(target):
+                write_run_metadata(target, metadata)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
 

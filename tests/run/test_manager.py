@@ -3013,6 +3013,33 @@ def test_what_belongs_to_a_run_is_no_stray(tmp_path, processes):
             assert manager.problems == []
 
 
+@pytest.mark.parametrize("data", [b"", b"[1, 2]", b'{"custom_metadata": 3}'])
+@pytest.mark.parametrize("where", ["run", "disk"])
+def test_damaged_metadata_of_a_run_stops_no_job(tmp_path, where, data):
+    """It is told and stays; once it is removed, the next job writes its own."""
+
+    def train(steps):
+        local, given = tmp_path / "disk", {"data": "c4"}
+        with CheckpointManager(tmp_path / "run", local=local, run_metadata=given) as manager:
+            state, start = manager.restore_or(lambda: {"n": 0})
+            for step in steps:
+                manager.save(step, {"n": step}).durable()
+            return start, state, [text for text in manager.problems if f"{file}" in text]
+
+    file = tmp_path / where / names.ROOT_METADATA / names.ROOT_METADATA_FILE
+    train([1, 2])
+    before = file.read_bytes()
+    file.write_bytes(data)
+
+    start, state, [problem] = train([3])
+    assert (start, state) == (2, {"n": 2})
+    assert "remove the file to have it written again" in problem
+    assert file.read_bytes() == data
+    file.unlink()
+    assert train([4]) == (3, {"n": 3}, [])
+    assert file.read_bytes() == before
+
+
 def test_problems_are_told_once_each(tmp_path, caplog):
     """As a WARNING, and in `problems`, however often they are met."""
     with CheckpointManager(tmp_path) as manager:

@@ -87,6 +87,20 @@ def test_a_run_is_copied_whole_and_once(source, target):
     assert "has every step" in cli("upload", source, target)[1]
 
 
+@pytest.mark.parametrize("at", ["source", "target"])
+def test_damaged_metadata_of_a_run_stops_no_upload(tmp_path, source, at):
+    target = tmp_path / "remote"
+    jaxckpt.CheckpointManager(target, run_metadata={"lr": 0.1}).close()
+    (target / names.RUN).unlink()  # as in a run that is uploaded there later
+    root = source if at == "source" else target
+    (root / names.ROOT_METADATA / names.ROOT_METADATA_FILE).write_bytes(b"")
+
+    code, done = said_json("upload", source, str(target))
+
+    assert (code, [one["step"] for one in done]) == (0, [3, 2, 1])
+    assert jaxckpt.verify(target / "3").ok
+
+
 def test_an_upload_goes_on_where_it_was_cut_off(source, target):
     """What had arrived is compared and not sent again; a torn or changed file is."""
 
