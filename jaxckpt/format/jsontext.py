@@ -24,6 +24,7 @@ _ALIKE: Final = bytes.maketrans(b"[]", b"{}")
 # Bytes that are no quotes or brackets. Without them a string that has no bracket is two quotes, and
 # what lies between the quotes of the others is in a string, or outside, by turns.
 _OTHERS: Final = bytes({*range(256)} - {*b'"[]{}'})
+_AT_ONCE: Final = 1 << 20
 
 T = TypeVar("T")
 
@@ -126,7 +127,12 @@ def _size_problem(data: bytes) -> str | None:
 def _brackets(data: bytes) -> bytes:
     """Returns the brackets outside of strings, as braces; of bad JSON, all before its mistake."""
     text = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ALIKE, _OTHERS)
-    return b"".join(text.replace(b'""', b"").split(b'"')[::2])
+    text, found, is_inside = text.replace(b'""', b""), bytearray(), False
+    for start in range(0, len(text), _AT_ONCE):  # each piece takes far more memory than its bytes
+        pieces = text[start : start + _AT_ONCE].split(b'"')
+        found += b"".join(pieces[is_inside::2])
+        is_inside ^= len(pieces) % 2 == 0
+    return bytes(found)
 
 
 def _check_depth(brackets: bytes, file: str) -> None:

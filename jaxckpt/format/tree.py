@@ -10,7 +10,6 @@ allow-list of `jaxckpt._core.pytree` are looked up.
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import operator
 import re
@@ -410,14 +409,14 @@ def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]
     if not entries:
         raise damaged(file, "'tree_metadata' is empty")
     leaves = []
-    alike: dict[bytes, dict[str, Any]] = {}  # the facts of each distinct value, by its bytes
+    alike: dict[str, dict[str, Any]] = {}  # the facts of each distinct value, by its text
     for entry in entries.values():
         fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
         path, key_types = _decode_path(fields.get("key_metadata"), file)
-        value = fields.get("value_metadata")
-        if (data := marshal.dumps(value, 2)) not in alike:
-            alike[data] = _decode_value(value, path_text(path), file)
-        leaves.append(Leaf(path, key_types, **alike[data]))
+        text = repr(value := fields.get("value_metadata"))
+        if text not in alike:
+            alike[text] = _decode_value(value, path_text(path), file)
+        leaves.append(Leaf(path, key_types, **alike[text]))
     if len({leaf.path for leaf in leaves}) != len(leaves):
         raise damaged(file, "two leaves have the same path")
     return tuple(leaves)
