@@ -129,7 +129,7 @@ class Position:
             self.come_from(max(step, self.base), self._found)
             return False
         wait()
-        if is_newest:  # later ones may have been set aside, or the directory was away
+        if is_newest:  # later steps may have been set aside, or the directory was away
             self.come_from(step)
         if is_newest and not is_apart(self.roots[0]):
             newest = self._lead("newest", partial(newest_of, self.roots))

@@ -184,7 +184,7 @@ def upload(
         sending.trusted.update(linked)
     if attempt is not None and attempt.committed:
         _follow_pin(found, target.storage, path, was_pinned=was_pinned)
-        with contextlib.suppress(CorruptCheckpoint):  # a job that has some says so
+        with contextlib.suppress(CorruptCheckpoint):  # the next job that has metadata reports it
             if (metadata := run_metadata(source)) and not run_metadata(target):
                 write_run_metadata(target, metadata)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)

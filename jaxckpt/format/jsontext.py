@@ -21,8 +21,8 @@ _BYTES_FOR_EACH: Final = 32
 # The beginning of a JSON value.
 _START: Final = re.compile(rb'[ \t\r\n]*+[{\["\-0-9tfnNI]')
 _ALIKE: Final = bytes.maketrans(b"[]", b"{}")
-# Bytes that are no quotes or brackets. Without them a string that has no bracket is two quotes, and
-# what lies between the quotes of the others is in a string, or outside, by turns.
+# All bytes but quotes and brackets. Without them a string without brackets is two quotes, and the
+# text between the other quotes is inside and outside of strings by turns.
 _OTHERS: Final = bytes({*range(256)} - {*b'"[]{}'})
 _AT_ONCE: Final = 1 << 20
 

@@ -75,7 +75,7 @@ def _check_global(tree: Any) -> None:
 
 _MOST_PART_BYTES: Final = 256 << 20
 _MOST_TWICE_BYTES: Final = 16 << 20  # of a file that is read here and by a program's handler
-_MOST_NESTED: Final = 4  # directories from that of an item up to that of its checkpoint
+_MOST_NESTED: Final = 4  # directories from an item up to its checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
