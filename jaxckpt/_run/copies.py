@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jaxckpt.format.step import CUT, Life, Starts
+
+SHORT: Final = 12  # characters of the token of a save: its name as a start, and as a first save
 
 
 class Copy(NamedTuple):
@@ -86,14 +88,6 @@ class Saved(NamedTuple):
         """Returns the start that saved it."""
         return self.starts[-1][0] if self.starts else None
 
-    def is_first(self, token: str) -> bool:
-        """Returns whether this token is of the first save of the run: it begins as the start."""
-        return (
-            len(self.starts) == 1
-            and self.starts[0][1] is None
-            and token.startswith(self.starts[0][0])
-        )
-
     def led_to(self, later: Saved) -> bool:
         """Returns whether the run got to `later` by way of this step, as far as is recorded.
 
@@ -166,19 +160,16 @@ def went_on(disks: Told, others: Told, lives: Iterable[Saved] = ()) -> tuple[Tol
     return [*map(those_of_run, disks)], [*map(those_of_run, others)]
 
 
-def are_first(saves: Iterable[tuple[str | None, Saved]], began: Iterable[str]) -> bool:
+def are_first(saves: Iterable[str | None], began: Iterable[str]) -> bool:
     """Returns whether steps can only be of first saves of a run that were never committed.
 
     Args:
-        saves: The save of each step, and how the run got there.
-        began: For each disk, the starts whose first saves wrote to it. One to which a first save
-            wrote, and which lacks its part, did not commit it.
+        saves: The save of each step.
+        began: For each disk, the first saves that wrote to it; see `Ownership.begin`. One to which
+            such a save wrote, and which lacks its part, did not commit it.
     """
-    starts = [one.split() for one in began]
-    return all(
-        one.is_first(save or "") and all(one.start in some for some in starts)
-        for save, one in saves
-    )
+    first = [one.split() for one in began]
+    return all(all((save or "")[:SHORT] in some for some in first) for save in saves)
 
 
 def of_one_save(disks: Sequence[Held], others: Sequence[Held], durable: str | None) -> list[Held]:

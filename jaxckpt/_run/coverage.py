@@ -289,7 +289,7 @@ def _first(given: list[Any]) -> Json:
     Args:
         given: The host of each process, the save that the step on its disk is of, if it has one,
             the saves in all places that it sees with how the run got there, how it got to the
-            newest steps, and the starts whose first saves wrote to its disk, as far as is known.
+            newest steps, and the first saves that wrote to its disk, as far as is known.
     """
     seen = {save: Saved.told(life) for _, _, some, *_ in given for save, life in some}
     lives = [life for *_, some, _ in given for life in some]
@@ -306,7 +306,7 @@ def _first(given: list[Any]) -> Json:
         why = "the disks have it from different saves"
         if left == {*seen}:
             why = "the run went on without it on another disk"
-    is_first = bool(seen) and are_first(seen.items(), [starts for *_, starts in given])
+    is_first = bool(seen) and are_first(seen, [began for *_, began in given])
     return [first, _told(lacking, "its part"), why, save, is_first]
 
 

@@ -20,9 +20,10 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 from jaxckpt._disk.transaction import refuse_inside
+from jaxckpt._run.copies import SHORT
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.identity import check_id
 from jaxckpt._run.index import StepIndex
@@ -34,6 +35,8 @@ from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner
 from jaxckpt.storage import Entry, Hold, Storage, together
+
+_MOST_FIRST: Final = 10_000  # characters: the latest saves before which nothing was committed
 
 
 def interrupted(index: StepIndex, listing: Listing, doomed: Doomed) -> list[int]:
@@ -191,6 +194,10 @@ class Ownership:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
+
+    def begin(self, token: str) -> None:
+        """Names a save on the disk, before which nothing was committed, for the owner's file."""
+        self.first = f"{self.first} {token[:SHORT]}".strip()[-_MOST_FIRST:]
 
     def _write(self, before: Owner | None = None) -> None:
         owner = Owner(

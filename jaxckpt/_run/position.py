@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, final
 
-from jaxckpt._run.copies import Saved
+from jaxckpt._run.copies import SHORT, Saved
 from jaxckpt._run.identity import saved_at
 from jaxckpt._run.root import Root, is_apart, is_in_any, newest_of
 from jaxckpt._run.roots import NOTHING, Newest, Opened, newest_in, seems_whole
@@ -178,11 +178,7 @@ class Position:
         them. The saving thread reads it once.
         """
         if self._life is None:
-            start, local = token[:12], self.roots[0]
-            if self.base < 0 and local.group.part is not None:
-                # Written before anything else of this save; parts of earlier ones may be there.
-                local.owner.first = f"{local.owner.first} {start}".strip()
-            self._life = cache(partial(self._begin, start, self.base))
+            self._life = cache(partial(self._begin, token[:SHORT], self.base))
         return self._life
 
     def _begin(self, start: str, step: int) -> Life:

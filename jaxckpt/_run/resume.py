@@ -117,7 +117,7 @@ class Resume(Candidates):
             raise failure
         if any(attempt.mark == "marked" for attempt in damaged):
             return anew(copies=copies, again=0, avoids_marked=False)
-        if len(copies) == 1 and damaged[0].is_first:
+        if len(copies) == len(damaged) and all(attempt.is_first for attempt in damaged):
             raise NeverWhole(damaged[0].problem)
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))

@@ -131,8 +131,7 @@ def _are_first(roots: Sequence[Root]) -> bool:
     began = job.gather(name, roots[0].owner.first, list)
 
     def judge(disks: Told, others: Told) -> bool:
-        held = chain(*disks, *others)
-        return are_first([(one.save, one.life) for one in held], began)
+        return are_first((one.save for one in chain(*disks, *others)), began)
 
     return bool(judge_steps(roots, judge))
 

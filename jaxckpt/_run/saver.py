@@ -420,6 +420,8 @@ class Saver:
     ) -> None:
         """Saves a step, and does what follows its commit; the next may share files of `trees`."""
         root.announce(handle.step or 0)
+        if self.position.base < 0 and self._root.group.part is not None:
+            self._root.owner.begin(handle.job.request.token or "")
         if not handle.attempt():
             self.incremental.fail(handle.error)
             return

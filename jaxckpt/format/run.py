@@ -175,7 +175,7 @@ class Owner:
     pid: int
     opened_ns: int
     keep: Mapping[str, Any] = field(default_factory=dict)  # its `KeepPolicy`, without functions
-    first: str = ""  # the starts whose first saves wrote to this disk, if it is one of several
+    first: str = ""  # the first saves that wrote to this disk, if it is one of several
 
 
 def decode_metadata(data: bytes, *, file: str) -> dict[str, Any]:

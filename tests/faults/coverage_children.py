@@ -138,6 +138,27 @@ def keep_best(me, root, hosts, losses, replicas, faulty=-1, loses=-1):
         return there, manager.best_step()
 
 
+def fail(me, root, hosts, steps, replicas, since=1):
+    """Saves steps, which the disk of host 1 does not commit from `since` on; returns those."""
+    import jaxckpt
+
+    failed, saving = [], [0]
+
+    def fault(verb, path):
+        if verb == "rename" and saving[0] >= since and hosts[me.index] == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with opened(root, hosts[me.index], [], fault=fault) as manager:
+        manager.restore_or(init_of(replicas))
+        for step in steps:
+            saving[0] = step
+            try:
+                manager.save(step, state_at(step, replicas)).result()
+            except jaxckpt.CheckpointError:
+                failed.append(step)
+        return failed
+
+
 def stand_by(me, root, hosts, replicas):
     """Saves a step, and after another job has gone on, the next one; returns the error of that."""
     import jaxckpt

@@ -368,6 +368,30 @@ def test_after_two_first_saves_that_were_interrupted_the_run_begins_anew(zygote,
     assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [0, 0]
 
 
+@pytest.mark.parametrize("steps", [[1], [1, 1], [1, 2]], ids=str)
+def test_a_run_begins_anew_if_no_save_of_its_first_job_was_committed(zygote, ram_path, steps):
+    """One disk failed each time; the other has a part of each step."""
+    two = {"count": 2, "function": children.fail}
+    assert run(zygote, ram_path, [0, 1], steps, 1, **two) == [steps, steps]
+    calls = [["restore_or", 0, 0], ["save", 1, 1], ["save", 2, 2]]
+
+    said = run(zygote, ram_path, [0, 1], calls, count=2, function=children.call)
+
+    assert [one[1:3] for one in said] == [[2, 2]] * 2
+
+
+def test_a_run_whose_committed_step_is_gone_does_not_begin_anew(zygote, ram_path):
+    """The save after it failed on one disk; the step itself was deleted by hand."""
+    said = run(zygote, ram_path, [0, 1], [1, 2], 1, 2, count=2, function=children.fail)
+    assert said == [[2], [2]]
+    for host in (0, 1):
+        shutil.rmtree(ram_path / f"host{host}/local/share_0/1")
+
+    said = run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume)
+
+    assert all(one.startswith("CheckpointNotFound") for one in said)
+
+
 @pytest.mark.parametrize("replicas", [2, 1], ids=["whole", "part"])
 def test_a_new_disk_of_process_0_deletes_no_best_step_on_another(zygote, ram_path, replicas):
     """It stays as long as the policy keeps it. A part that cannot become whole goes."""
