@@ -140,7 +140,7 @@ CEILINGS = {
     "manager open + save": (3943, 15, 41),
     "open + save, local": (6375, 18, 126),
     "restore(path, like)": (2199, 14, 8),
-    "manager.restore(like)": (2732, 18, 10),
+    "manager.restore(like)": (2735, 18, 10),
     "open": (585, 10, 5),
     "verify": (1868, 15, 17),
 }
@@ -185,7 +185,7 @@ FOLDERS = {
     "_inspect": (1212, 818),
     "_progress": (223, 167),
     "_restore": (2198, 1642),
-    "_run": (10422, 7207),
+    "_run": (10425, 7210),
     "_save": (2368, 1675),
     "cli": (4605, 3315),
     "format": (3305, 2171),

@@ -123,15 +123,18 @@ class Position:
         self, step: int, first: int, last: int, wait: Callable[[], None], *, is_newest: bool
     ) -> bool:
         """Continues from a step that took the place of `first`; returns whether steps are gone."""
-        # Without the floor and the base, which the threads of saves change until `wait` returns.
-        least = max(self.agreed, self._found.restorable.step)
+        # The threads of saves change the floor and the base, until `wait` returns.
+        apart, least = is_apart(self.roots[0]), max(self.agreed, self._found.restorable.step)
+        if apart:
+            wait()
+            least = max(least, last)  # else others may have deleted what was saved last
         if step == first and (not is_newest or least <= step <= max(self.agreed, last)):
             self.come_from(max(step, self.base), self._found)
             return False
         wait()
         if is_newest:  # later steps may have been set aside, or the directory was away
-            self.come_from(step)
-        if is_newest and not is_apart(self.roots[0]):
+            self.come_from(step if step < first else max(step, self.base))
+        if is_newest and not apart:
             newest = self._lead("newest", partial(newest_of, self.roots))
             self._leave(max(step, newest), step)
         else:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.waiting import wait_until
+from tests.workers.manages import meet
 from tests.workers.saves import mesh_of, put
 from tests.workers.tiers import Data
 
@@ -253,6 +255,44 @@ def call(me, root, hosts, calls, replicas=1, every=3, last=9):
         like = int(np.asarray(state["count"].addressable_shards[0].data))
         check(state, like)
         return latest, manager.restored_step, like, manager.problems
+
+
+def restore_beside(me, root, hosts, replicas, slow):
+    """Restores steps whose saves have not ended in one process; returns the last one."""
+    with opened(root, hosts[me.index], [], every=10) as manager:
+        manager.restore_or(init_of(replicas))
+        for step in (1, 2, 3):
+            handle, restores = (
+                manager.save(step, state_at(step, replicas)),
+                len(manager.timings) + 1,
+            )
+            if me.index == slow:  # until it has read the step, and goes on from it
+                handle.on_end(lambda _, n=restores: wait_until(lambda: len(manager.timings) >= n))
+            while manager.latest_step() != step:  # alike in both
+                pass
+            check(manager.restore(state_at(0, replicas)), step)
+        return manager.restored_step
+
+
+def lose(me, root, hosts, replicas, least, restored):
+    """Saves steps, of which others delete some; restores, and saves more; returns all steps."""
+    import jaxckpt
+
+    keep = {"keep": jaxckpt.KeepPolicy(last=9)}
+    with opened(root, hosts[me.index], [], every=100, of_local=keep) as manager:
+        manager.restore_or(init_of(replicas))
+        for step in (10, 20, 30):
+            manager.save(step, state_at(step, replicas)).result()
+        manager.wait_until_finished()
+        for step in (10, 20, 30):
+            if step >= least:
+                shutil.rmtree(f"{root}/host{hosts[me.index]}/local/share_0/{step}")
+        meet("deleted")
+        _, found = manager.restore_or(init_of(replicas))
+        assert found == restored
+        for step in (found + 5, found + 15):
+            manager.save(step, state_at(step, replicas)).result()
+        return manager.all_steps()
 
 
 def resume(me, root, hosts, replicas, faulty=-1, verb="", part="", code=0, times=9, peers=()):

@@ -209,6 +209,24 @@ def test_one_process_that_goes_back_saves_over_no_step_of_two(zygote, ram_path):
     assert said[0][:3] == [30, 30, 30]
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_restore_beside_a_save_leaves_no_step_behind(zygote, ram_path, slow):
+    """The thread of one process has not recorded the step yet when both have restored it."""
+    job = {"count": 2, "function": children.restore_beside}
+    assert run(zygote, ram_path, [0, 1], 1, slow, **job) == [3, 3]
+
+    assert run(zygote, ram_path, [0, 1], 1, count=2, function=children.resume) == [3, 3]
+
+
+@pytest.mark.parametrize(("least", "restored"), [(30, 20), (20, 10)])
+def test_restore_or_goes_on_before_steps_that_others_deleted(zygote, ram_path, least, restored):
+    """This job has saved them itself."""
+    said = run(zygote, ram_path, [0, 1], 1, least, restored, count=2, function=children.lose)
+
+    left = [step for step in (10, 20) if step < least]
+    assert said == [[*left, restored + 5, restored + 15]] * 2
+
+
 @pytest.mark.parametrize("restored", [30, None])
 def test_a_new_disk_has_the_history_of_the_run(zygote, ram_path, restored):
     """Its later steps count as later than the directory's, though it lacks those before."""
