@@ -11,7 +11,6 @@ other job has saved steps that our job does not know.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import secrets
@@ -31,7 +30,7 @@ from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.leftovers import Leftovers
 from jaxckpt._run.listing import Listing, check_root
-from jaxckpt.errors import SaveFailed, is_full
+from jaxckpt.errors import SaveFailed, StoreError, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner
 from jaxckpt.storage import Entry, Hold, Storage, together
@@ -286,7 +285,10 @@ class Ownership:
             self.join(step)
             self._is_sure = False
         if (owner := self.check()) is None or owner.first != self.first:
-            self._write_again(owner)
+            if owner is None:
+                self.check_is_here()
+            self._write(owner)
+            self._is_sure = False
         if self._leases.unsettled:
             self._leases.settle(self.token)
         for index in self.besides:
@@ -301,18 +303,20 @@ class Ownership:
             self._refuse_older(step)
             self._is_sure = True
 
-    def _write_again(self, owner: Owner | None) -> None:
-        """Writes the owner's file; if it is gone, only in the directory that was opened."""
-        lock = f"{self._index.root}/{names.LOCK}"
-        is_gone = owner is None and self.lock.excludes and self._index.storage.kind(lock) is None
-        if is_gone and not self._index.listing().steps:  # else somebody deleted these files only
-            raise SaveFailed(
-                f"{self._index.root} is not the directory that this job opened: its steps "
-                "and the lock are missing. Its file system may be unmounted, or the directory "
-                "renamed or deleted. Nothing was saved there. Bring it back, or start the job again"
-            ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lock)
-        self._write(owner)
-        self._is_sure = False
+    def check_is_here(self) -> None:
+        """Checks that a root without steps is the directory that this job opened.
+
+        Raises:
+            StoreError: it is not, since the job's lock is missing, too.
+        """
+        root, storage = self._index.root, self._index.storage
+        has_lock = not self.lock.excludes or storage.kind(f"{root}/{names.LOCK}") is not None
+        if not (has_lock or self._index.listing().steps):
+            raise StoreError(
+                f"{root} is not the directory that this job opened: its steps and the lock are "
+                "missing. Its file system may be unmounted, or the directory renamed or deleted. "
+                "Bring it back, or start the job again"
+            )
 
     def _refuse_older(self, step: int) -> None:
         index, listing = self._index, self._index.listing()

@@ -23,7 +23,7 @@ from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import steps_on_disk
 from jaxckpt.cli._owned import owned
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed, StoreError
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
 from jaxckpt.testing import WatchedStorage
@@ -250,6 +250,34 @@ def test_nothing_is_saved_where_the_run_is_no_more(tmp_path):
 
     assert jaxckpt.restore(root)["step"] == 3
     assert sorted(name for name in os.listdir(root) if name.isdigit()) == ["1", "3"]
+
+
+@pytest.mark.parametrize("leaves", ["an empty directory", "nothing"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda manager: manager.restore_or(lambda: state(0)),
+        lambda manager: manager.restore(),
+        lambda manager: manager.latest_step(),
+        lambda manager: manager.all_steps(),
+    ],
+    ids=["restore_or", "restore", "latest_step", "all_steps"],
+)
+def test_a_run_that_is_no_more_there_does_not_look_new(tmp_path, ask, leaves):
+    """The job would begin anew, and its first steps push the older ones out once they are back."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1)).result()
+        mount = unmount(root)
+        if leaves == "nothing":
+            root.rmdir()
+
+        with pytest.raises(StoreError, match="is not the directory that this job opened"):
+            ask(manager)
+
+        root.mkdir(exist_ok=True)
+        mount()
+        assert manager.restore_or(lambda: state(0))[1] == 1
 
 
 def test_an_upload_waits_for_a_directory_that_is_unmounted(tmp_path):
