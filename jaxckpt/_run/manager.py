@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -611,10 +610,13 @@ class CheckpointManager:
             OSError: the storage failed. The step is there still, or will be gone at the next try.
         """
         self._begin_call(writes=True)
-        step, tiers = as_step("delete", step), self._tiers
-        with nullcontext() if tiers is None else tiers.sender.sparing(tiers.uploader.steps):
+        step, leaving = as_step("delete", step), self._directory.leaving
+        leaving.update([step] if item is None else [])
+        try:
             self.wait_until_finished()
             self._by_hand.delete(step, item)
+        finally:
+            leaving.discard(step)
 
     # --- preemption and readers ------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Root:
     # a disk could not be listed after the last commit.
     lone: set[int] | None = None
     shown: int | None = None  # in process 0, the newest step when all disks were listed last
+    leaving: set[int] = field(default_factory=set)  # being deleted by hand: no policy counts them
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     life: Life | None = None  # of the newest step that this job saved, in a local root
 
@@ -153,7 +154,7 @@ class Root:
         return report is None or report.ok
 
     def _what_goes(self, stay: Stay) -> list[int]:
-        steps = self.index.own_steps()
+        steps = [n for n in self.index.own_steps() if n not in self.leaving]
         if (stays := {*stay()}).issuperset(steps):
             return []
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])

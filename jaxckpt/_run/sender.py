@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -75,8 +75,6 @@ class Sender:
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest = -1
         self.newest_direct = -1  # that it saves or has saved in the directory itself
-        self._spares = False  # whether all steps of the directory stay, whatever its policy
-        self._spared: Upload | None = None  # the last upload, if all stayed after it
 
     def expect(self, step: int, *, is_ours: bool = True) -> Upload:
         """Returns the upload of a step that is being saved locally."""
@@ -145,7 +143,7 @@ class Sender:
                     f"{source.root} {self.target.index.root} --step {step}"
                 )
             self.open_target(lambda: saved_at(source, step), waits=not one.is_ours)
-            if not self._spares and (self._spared or not one.is_ours):
+            if not one.is_ours:
                 self.target.tidy(stay)
         start_s = time.monotonic()
         with self.source.leases.protect(step):
@@ -173,23 +171,8 @@ class Sender:
             _logger.info("uploaded %s: %s", done.path, sent)
             if step in source.unknown:  # a policy must not take it for a step without metrics
                 info = self.target.index.info(step)
-            there, self._spared = self.target.index.own_steps, None
-            if self._spares or not one.is_ours:
-                self._spared, stay = one, lambda waiting=stay: {*waiting(), *there()}
-            self.target.committed(info, stay=stay)
-
-    @contextlib.contextmanager
-    def sparing(self, stay: Stay) -> Iterator[None]:
-        """Lets no upload push a step out of the directory for a step that is deleted meanwhile."""
-        self._spares = True
-        try:
-            yield
-        finally:
-            self._spares = False
-            if self._spared is not None and self._spared.is_ours:
-                self._spared = None
-                with contextlib.suppress(OSError):  # then after the next upload
-                    self.target.tidy(stay)
+            there = self.target.index.own_steps if not one.is_ours else tuple
+            self.target.committed(info, stay=lambda: {*stay(), *there()})
 
     def refuse(self, one: Upload, error: Exception) -> None:
         """Lets process 0 know that the part of this process will not come."""

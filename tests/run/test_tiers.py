@@ -1142,6 +1142,26 @@ def test_a_step_pushes_no_other_out_whose_upload_its_deletion_waits_for(
         assert manager.tiers["durable"] == [30, 40]
 
 
+def test_a_step_that_is_deleted_while_it_is_saved_pushes_no_other_out(tmp_path):
+    """Without a local tier, too."""
+    may_commit = threading.Event()
+
+    def before(verb, path):
+        if verb == "rename" and "/3." in path:
+            assert may_commit.wait(60)
+
+    root = PathIn(WatchedStorage(LocalStorage(), before), f"{tmp_path}/run")
+    with CheckpointManager(root, keep=KeepPolicy(last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        finish = manager.wait_until_finished
+        manager.wait_until_finished = lambda: (may_commit.set(), finish())
+
+        manager.delete(3)
+
+        assert manager.all_steps() == [1, 2]
+
+
 def test_a_policy_that_waited_for_a_deletion_is_followed_after_it(tmp_path, local, store):
     with CheckpointManager(tmp_path / "run", local=local, keep=KeepPolicy(last=2)) as manager:
         for step in (10, 20):
