@@ -32,7 +32,7 @@ class Position:
     # floor only if no process alone knows that it is whole: see `root.is_apart`.
     base: int = -1
     deleted: set[int] = field(default_factory=set)  # by hand
-    _found: Newest = NOTHING  # in all places together, when they were looked at last
+    found: Newest = NOTHING  # in all places together, when they were looked at last
     _of_other: int = -1  # the newest step of the job that was running
     # Reads how the run got here, for the records of steps; None until a step is saved.
     _life: Callable[[], Life] | None = None
@@ -55,7 +55,7 @@ class Position:
             )
 
         # Alike in all processes, whatever the saving threads have committed meanwhile.
-        ahead = step <= self._found.restorable.step and step in self._found.shown
+        ahead = step <= self.found.restorable.step and step in self.found.shown
         if not ahead:
             if step > max(self.agreed, last):
                 return ""
@@ -124,12 +124,12 @@ class Position:
     ) -> bool:
         """Continues from a step that took the place of `first`; returns whether steps are gone."""
         # The threads of saves change the floor and the base, until `wait` returns.
-        apart, least = is_apart(self.roots[0]), max(self.agreed, self._found.restorable.step)
+        apart, least = is_apart(self.roots[0]), max(self.agreed, self.found.restorable.step)
         if apart:
             wait()
             least = max(least, last)  # else others may have deleted what was saved last
         if step == first and (not is_newest or least <= step <= max(self.agreed, last)):
-            self.come_from(max(step, self.base), self._found)
+            self.come_from(max(step, self.base), self.found)
             return False
         wait()
         if is_newest:  # later steps may have been set aside, or the directory was away
@@ -168,17 +168,16 @@ class Position:
 
     def come_from(self, step: int, found: Newest = NOTHING) -> None:
         """Lets later steps come from a step or a newer one that was found, or from none."""
-        self._found, step = found, max(step, found.restorable.step)
+        self.found, step = found, max(step, found.restorable.step)
         self.roots[0].lives[found.restorable.step] = found.restorable
         if step != self.base and is_apart(self.roots[0]):
             self._life = None
         self.base = step
 
     def life(self, token: str) -> Callable[[], Life]:
-        """Returns a function that reads the life of the steps being saved.
+        """Returns a function that reads the life of the steps being saved, in their thread.
 
-        All steps have the same life until the run goes back, named by the token of the first of
-        them. The saving thread reads it once.
+        All have the same life until the run goes back, named by the token of the first of them.
         """
         if self._life is None:
             self._life = cache(partial(self._begin, token[:SHORT], self.base))

@@ -26,7 +26,7 @@ from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.local import Local
 from jaxckpt._run.root import Root, is_apart, judge_steps, newest_life, reachable
 from jaxckpt._save.worker import Worker
-from jaxckpt.multihost import meeting
+from jaxckpt.multihost import lead, meeting
 
 
 class Newest(NamedTuple):
@@ -174,6 +174,15 @@ def newest_in(
         elif counts and step > durable:
             parts.append(step)
     return Newest(-1, restorable, parts, shown)
+
+
+def are_gone(roots: Sequence[Root], first: int, last: int) -> bool:
+    """Returns whether no place has a step from the first to the last one; False if one is away."""
+    where = roots[-1].index.root
+    durable = lead(roots[0].group.job, f"manager {where}/left", roots[-1].known_steps, where=where)
+    if durable is None or roots[0].peers.urls:
+        return False
+    return max([*durable, *newest_in(roots, last, last).shown], default=-1) < first
 
 
 def learn_lone(root: Root, name: str) -> None:

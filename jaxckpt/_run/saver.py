@@ -22,8 +22,8 @@ from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.ledger import learned_mtbf_s
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption, what_fits
-from jaxckpt._run.root import Root
-from jaxckpt._run.roots import learn_lone, look_at, open_roots
+from jaxckpt._run.root import Root, is_apart
+from jaxckpt._run.roots import are_gone, learn_lone, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sender import Upload
 from jaxckpt._run.taking import Given, Taking
@@ -229,6 +229,9 @@ class Saver:
         if not decision.save:
             raise_first(self.take_errors())
             return None
+        known, last = self.position, self.due.last_step
+        if step <= max(known.agreed, known.found.restorable.step, last):  # alike in all processes
+            self._look_again(step)
         if is_last := decision.reason == _PREEMPTION:
             self.ledger.note(end=PREEMPTED)
             self.worker.hurry()  # nothing trains beside this save, nor beside the previous save
@@ -254,6 +257,13 @@ class Saver:
         if handle.job.request.problem is not None:
             raise handle.job.request.problem
         return handle
+
+    def _look_again(self, step: int) -> None:
+        """Goes back if others have deleted this step and all later ones, in every place."""
+        if is_apart(self._root):
+            self._wait_for_saves()
+            if are_gone(self._roots, step, self.position.base):
+                self.go_back()
 
     def _begin(
         self, given: Given, name: str, meter: Meter, problem: Exception | None, *, skips: bool

@@ -1296,6 +1296,33 @@ def test_a_job_begins_anew_after_others_have_deleted_all_steps(tmp_path):
     assert simulate(2, run) == [[15], [15]]
 
 
+@pytest.mark.parametrize("force", [False, True], ids=["due", "forced"])
+@pytest.mark.parametrize("left", ["", "run", "host1"])
+def test_a_job_goes_back_by_number_after_others_have_deleted_later_steps(tmp_path, left, force):
+    """If they are nowhere, their numbers are saved again; if one is in any place, none is."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage()) as manager:
+            for step in (10, 20, 30):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+        with manager_of(tmp_path, processes.index, LocalStorage()) as manager:
+            for place in {"run", "host0", "host1"} - {left}:
+                for step in [*tmp_path.glob(f"{place}/[23]0"), *tmp_path.glob(f"{place}/*/[23]0")]:
+                    shutil.rmtree(step, ignore_errors=True)
+            processes.within(30).gather("deleted", None)
+            assert manager.restore({"a": 0}, step=10) == {"a": 10}
+            for step in (15, 20):
+                try:
+                    manager.save(step, {"a": step}, force=force).result()
+                except ValueError as error:
+                    return str(error)
+            return manager.all_steps()
+
+    for said in simulate(2, run):
+        assert "older than step 30" in said if left else said == [10, 15, 20]
+
+
 def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
     """Though another process has committed its part."""
     failing = Failing(names.RECORD, "/host1/")
