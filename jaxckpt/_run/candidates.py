@@ -50,10 +50,9 @@ class Candidates:
 
     def of(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        chosen = _chosen(step)
-        if chosen == "best":
-            return self._alike("steps", partial(self._best_first, needed=True), chosen)
-        return self._alike("steps", partial(self._copies, chosen), chosen)
+        chosen, best = _chosen(step), partial(self._best_first, needed=True)
+        find = best if chosen == "best" else partial(self._copies, chosen)
+        return self._alike("steps", find, chosen)
 
     def _alike(
         self, what: str, copies: Callable[[_Seen], Iterable[Copy]], asked: int | str = ""

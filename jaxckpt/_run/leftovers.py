@@ -61,9 +61,14 @@ class Leftovers:
         return len(self.files) < before
 
     def _is_left(self, entry: str) -> bool:
-        """Returns whether an earlier job left an entry, as far as its name shows."""
-        is_step = names.replaced(entry) is not None or names.ours_temporary(entry) is not None
-        return is_step or self._is_forgotten(entry)
+        """Returns whether a killed job left an entry, or a lease expired, as far as names show."""
+        if names.replaced(entry) is not None or names.ours_temporary(entry) is not None:
+            return True
+        if is_temporary_file(entry):  # a reader writes its lease again
+            return True
+        if entry == names.DOOMED:
+            return not self.half
+        return names.is_lease(entry) and self._leases.read(entry) is None
 
     def _sweep(self, entry: str) -> None:
         """Finishes or removes work of an earlier job."""
@@ -107,14 +112,6 @@ class Leftovers:
     def _is_done(self, name: str, files: list[str]) -> bool:
         # Or this job is saving that step.
         return is_under_way(f"{self._index.root}/{name}") or _is_removed(self._index, name, files)
-
-    def _is_forgotten(self, entry: str) -> bool:
-        """Returns whether a file is an expired lease or a remnant of a killed job."""
-        if is_temporary_file(entry):  # a reader writes its lease again
-            return True
-        if entry == names.DOOMED:
-            return not self.half
-        return names.is_lease(entry) and self._leases.read(entry) is None
 
 
 def _is_removed(index: StepIndex, name: str, files: Sequence[str]) -> bool:

@@ -437,19 +437,16 @@ class CheckpointManager:
         report = self._resume.report_alike  # globs may be for steps of older code
         request = replace(self._request("restore_or", options), unmatched=report)
         reading = self._reading(None, items, request)
-        steps = self._resume.of("latest")
-        if not steps:
-            self._saver.position.begin_anew()
-            return as_restored(init(), request), 0
-        reading.like = init() if request.keeps_values else shapes_of(init)
-        try:
-            read = reading.read
-            found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
-        except NeverWhole as error:
-            self._resume.report_alike(f"{error}. The run begins anew")
-            self._saver.position.begin_anew()
-            return as_restored(init(), request), 0
-        return self._go_on(found, reading, goes_on=True), found[1]
+        if steps := self._resume.of("latest"):
+            reading.like = init() if request.keeps_values else shapes_of(init)
+            try:
+                read = reading.read
+                found = self._resume.first_whole("latest", read, fallback=fallback, copies=steps)
+                return self._go_on(found, reading, goes_on=True), found[1]
+            except NeverWhole as error:
+                self._resume.report_alike(f"{error}. The run begins anew")
+        self._saver.position.begin_anew()
+        return as_restored(init(), request), 0
 
     def restore_items(
         self,

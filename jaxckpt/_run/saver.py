@@ -156,8 +156,7 @@ class Saver:
     def _decide(self, step: int, force: bool) -> tuple[Decision, bool]:
         """Returns the decision, and whether the step goes to the directory."""
         self.ledger.saw(as_new_step("save", step))
-        decided = self._decided(step, force)
-        self.decision = decided[0]
+        self.decision, _ = decided = self._decided(step, force)
         return decided
 
     def _decided(self, step: int, force: bool) -> tuple[Decision, bool]:
@@ -192,12 +191,9 @@ class Saver:
             if not root.owner.is_guest or step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, step)
         self.comparisons.ask()
-        saves: Any = self.due.last_step, self._wait_for_saves
+        saves: Any = self.due.last_step, lambda: self.worker.wait(self.worker.under_way())
         if self._options.writes and self.position.go_on(step, first, *saves, is_newest=is_newest):
             self._went_back()
-
-    def _wait_for_saves(self) -> None:
-        self.worker.wait(self.worker.under_way())
 
     def go_back(self) -> None:
         """Continues, alike in all processes, from the newest step that is left."""
@@ -273,7 +269,7 @@ class Saver:
         if self._tiers is not None:
             root, upload = self._choose_root(self._tiers, given, name)
             if root is self._root:
-                durable = partial(self._tiers.wait_for, step, upload)
+                durable = partial(self._tiers.uploader.wait_for, step, upload)
         attempt = f"{name}/{self._processes.uses(meeting_of(name))}"
         token = hashlib.sha256(attempt.encode()).hexdigest()[:16]
         work = commit_of(root.index.storage, root.index.path(step)).work(token)

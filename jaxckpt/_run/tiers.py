@@ -160,16 +160,6 @@ class Tiers:
         if decided is not None and self.sender.processes.index:
             self.uploader.follow(decided["uploads"], decided["urgent"])
 
-    def wait_for(
-        self, step: int, upload: Upload | None, saved: Callable[[], None], timeout_s: float | None
-    ) -> None:
-        """Waits until a step is saved here, as `saved` does, and committed in the directory."""
-        if upload is None:
-            saved()
-            why = f"the policy `save` does not name it for {self.directory.index.root}"
-            raise ValueError(f"step {step} stays in {self.local.index.root}: {why}")
-        self.uploader.wait_for(upload, saved, timeout_s)
-
 
 def _peers_of(tier: LocalTier, local: Root, settled: Local) -> Peers:
     storage, naming = local.index.storage, local.index.naming

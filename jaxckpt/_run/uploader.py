@@ -136,13 +136,20 @@ class Uploader:
         """Returns the steps that are not uploaded yet, the newest last."""
         return sorted(one.step for one in self.worker.under_way())
 
-    def wait_for(self, one: Upload, saved: Callable[[], None], timeout_s: float | None) -> None:
+    def wait_for(
+        self, step: int, one: Upload | None, saved: Callable[[], None], timeout_s: float | None
+    ) -> None:
         """Waits until a step is committed locally, then in the directory, alike in all processes.
 
         Raises:
+            ValueError: it is not uploaded.
             CheckpointTimeout: it is not, after `timeout_s`; the upload continues.
             Any error of the upload.
         """
+        if one is None:
+            saved()
+            why = f"the policy `save` does not name it for {self._root}"
+            raise ValueError(f"step {step} stays in {self.sender.source.index.root}: {why}")
         self.worker.refuse_own_thread()
         limit_s = self._processes.timeout_s if timeout_s is None else timeout_s
 
