@@ -16,7 +16,6 @@ parts of all is in no share.
 
 from __future__ import annotations
 
-import contextlib
 import posixpath
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +41,6 @@ from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
-from jaxckpt.types import Problem, VerifyReport
 
 _BUDGET_BYTES: Final = 256 << 20
 
@@ -72,25 +70,6 @@ def heal(bad: StepIndex, good: StepIndex, step: int, check: Check = int) -> list
     if bad.missing_file(step) is not None:  # the commit marker
         return [names.RECORD, *_complete(bad, theirs, step, check)]
     return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step, check)]
-
-
-def has_lost_item(bad: StepIndex, good: StepIndex, step: int) -> bool:
-    """Returns whether a step lost the directory of an item that its copy in `good` has."""
-    try:
-        ours, theirs = (find(one.storage, one.path(step)) for one in (bad, good))
-    except CheckpointError:
-        return False
-    return not theirs.items.keys().isdisjoint(ours.removed)
-
-
-def unread(storage: Storage, report: VerifyReport) -> Problem | None:
-    """Returns the first problem of a step that is not an item that was removed as a whole."""
-    for problem in report.problems:
-        with contextlib.suppress(OSError):
-            if problem.file is not None and storage.kind(problem.file) is None:
-                continue
-        return problem
-    return None
 
 
 def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:

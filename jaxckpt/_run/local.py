@@ -41,44 +41,12 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.listing import check_root, shown
 from jaxckpt._run.reach import Reach, twice
 from jaxckpt._run.shares import machine, origin_in, share_on_disk
-from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity
 from jaxckpt.multihost import Processes, leading, meeting, text_of
 from jaxckpt.storage import locate, real
 
 _TRIES: Final = 3
-
-
-def check_same_run(source: StepIndex, target: StepIndex, *, asked_for: bool = False) -> None:
-    """Checks that the steps of two roots are of the same run, or that `target` has none yet.
-
-    Args:
-        asked_for: Whether the user named the steps, which is enough if a root lacks an id.
-
-    Raises:
-        SaveFailed: they are of different runs, or nothing shows that they are of the same run.
-    """
-    ours, theirs = read_identity(source), read_identity(target)
-    if theirs is None and is_new(target.entries()):
-        return
-    if ours is not None and theirs is not None and ours.id != theirs.id:
-        raise SaveFailed(
-            f"{source.root} has steps of another run than {target.root}. Nothing was changed."
-        )
-    if (ours is None or theirs is None) and not (asked_for or _share_a_save(source, target)):
-        raise SaveFailed(
-            f"Nothing shows that {source.root} and {target.root} have steps of one run: no save is "
-            "in both, and an older release wrote one of them. Nothing was changed. If they are of "
-            "one run, name the steps with --step."
-        )
-
-
-def join(target: StepIndex, source: StepIndex) -> None:
-    """Gives a root that has neither an id nor steps the id of the run that is copied there."""
-    ours, entries = read_identity(source), target.entries()
-    if ours is not None and is_new(entries):
-        ensure_id(target, entries, ours.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +206,7 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
         if not _is_copy(one, directory):
             return at
     if here[local.root] is None and (
-        not _steps_in(local) or any(_share_a_save(one, directory) for one in indexes_in(local))
+        not _steps_in(local) or any(share_a_save(one, directory) for one in indexes_in(local))
     ):
         return local.root
     return f"{local.root}/{names.guest(_token(run_id, url))}"
@@ -254,7 +222,7 @@ def _steps_in(local: StepIndex) -> dict[str, list[int]]:
     return {root: steps for root, steps in found.items() if steps}
 
 
-def _share_a_save(local: StepIndex, directory: StepIndex) -> bool:
+def share_a_save(local: StepIndex, directory: StepIndex) -> bool:
     """Returns whether one save is in both roots."""
     try:
         both = local.listing().steps.keys() & directory.listing().steps.keys()

@@ -30,14 +30,13 @@ from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.contents import Contents
 from jaxckpt._disk.data_files import COPIED_BYTES
-from jaxckpt._disk.find import LISTINGS, find
+from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found, is_current
 from jaxckpt._disk.pace import Pace
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.facts import run_metadata, write_run_metadata
 from jaxckpt._run.fork import deleted
-from jaxckpt._run.identity import earlier_lives, newest_saved
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import part_of
 from jaxckpt.errors import (
@@ -62,24 +61,6 @@ class Uploaded(NamedTuple):
     found_bytes: int  # of files already in the target, or in the step before
     process: int = 0  # whose part was sent
     lacks: Sequence[int] = ()  # the processes whose parts are missing, so that it is not committed
-
-
-def missing_steps(
-    source: StepIndex, target: StepIndex, *, again: int = LISTINGS - 1
-) -> tuple[list[int], list[int]]:
-    """Returns the steps of a run that another root lacks, the newest first: complete, and others.
-
-    Leaves out steps of an earlier life, since the run went on without them.
-    """
-    besides = {*target.steps(), *earlier_lives(source, newest_saved(target))}
-    listing, there = source.listing(), {*source.present()}
-    odd = {n for n, name in listing.steps.items() if listing.entries[name].kind != "dir"}
-    steps = sorted((there | odd) - besides, reverse=True)
-    whole = [step for step in steps if step not in odd and source.is_whole(step)]
-    now_ = source.listing().steps
-    if again and not now_.keys() >= {*steps}:  # a job has deleted some, and may have saved others
-        return missing_steps(source, target, again=again - 1)
-    return whole, [step for step in steps if step not in whole and step in now_]
 
 
 def upload(

@@ -9,6 +9,7 @@
     _output         tables, JSON, questions, errors
     _options        options that several commands have
     _owned          a run that a command changes while no job does
+    _between        two roots of a run, of which one is a copy
     _space          the sizes that `du` prints
     _checks         one check after the other
     _bucket_checks  those of buckets

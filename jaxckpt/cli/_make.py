@@ -151,7 +151,7 @@ def upload(
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.leases import Leases
     from jaxckpt._run.listing import existing_root
-    from jaxckpt._run.local import check_same_run, join
+    from jaxckpt.cli._between import check_same_run, join, missing_steps
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate
 
@@ -172,7 +172,7 @@ def upload(
             if target.owner() != owner:
                 raise SaveFailed(f"{root}: a job has taken the run over. Upload when it has ended.")
 
-        missing, left = ([*steps], []) if steps else uploads.missing_steps(source, target)
+        missing, left = ([*steps], []) if steps else missing_steps(source, target)
         while missing:
             step = missing.pop(0)
             try:
@@ -190,7 +190,7 @@ def upload(
                 _output.note(str(error) if is_there else gone)
                 if not is_there:  # the job may have saved others
                     tried = {*left, *(sent.step for sent in done)}
-                    there, _ = uploads.missing_steps(source, target)
+                    there, _ = missing_steps(source, target)
                     missing = [n for n in there if n not in tried]
                 continue
             done.append(sent)
@@ -224,12 +224,11 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     ROOT and OTHER are roots of runs, one of which was uploaded to the other. Reads every step of
     ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.
     """
-    from jaxckpt._run.heal import has_lost_item, unread
     from jaxckpt._run.heal import heal as heal_step
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.listing import existing_root
-    from jaxckpt._run.local import check_same_run
     from jaxckpt._run.scrub import look
+    from jaxckpt.cli._between import check_same_run, has_lost_item, unread
     from jaxckpt.cli._owned import owned
 
     good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)

@@ -19,6 +19,7 @@ from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
+from jaxckpt.cli._between import missing_steps
 from jaxckpt.cli._make import upload as upload_command
 from jaxckpt.errors import (
     CheckpointError,
@@ -295,7 +296,7 @@ def test_a_job_that_deletes_a_step_at_each_look_is_not_followed_for_ever(source,
 
     index = index_of(watched(source, go_on))
 
-    whole, left = uploading.missing_steps(index, index_of(target))
+    whole, left = missing_steps(index, index_of(target))
 
     assert newest[0] < 60
     assert {1, 2} <= {*whole}
