@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import posixpath
-import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +37,7 @@ from jaxckpt._disk.found import (
 )
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import jsontext, names, safetensors, step
+from jaxckpt.format.run import is_like_step, number_of
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import EntryKind, Storage, ahead, beside, corrupt, listing, now, real, together
 
@@ -49,7 +49,6 @@ T = TypeVar("T")
 _TRIES: Final = 20
 # How often a run is listed; a writer may delete a listed step, having committed newer steps.
 LISTINGS: Final = 3
-_STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})", re.DOTALL)
 _CHECKPOINT_MARKS: Final = {
     names.CHECKPOINT_METADATA,
     names.RECORD,
@@ -175,8 +174,8 @@ def _may_be_committed(storage: Storage, path: str) -> bool:
 
 def step_path(storage: Storage, root: str, number: int) -> str:
     """Returns the path of a step of a run; a plain one if the run does not have it."""
-    found = ((name, _STEP.fullmatch(name)) for name in _steps(listing(storage, root) or {}))
-    return f"{root}/{next((name for name, n in found if n and int(n[1]) == number), number)}"
+    steps = filter(is_like_step, _steps(listing(storage, root) or {}))  # Flax has 1e5, too
+    return f"{root}/{next((name for name in steps if number_of(name) == number), number)}"
 
 
 def read_step(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
@@ -430,10 +429,8 @@ def _steps(entries: Entries, kinds: Container[EntryKind] = ("dir",)) -> list[str
     """Returns the names that look like steps of a run, newest first."""
     found = []
     for name, entry in entries.items():
-        number = _STEP.fullmatch(name)
-        is_other = names.is_temporary(name) or names.is_part_of_tree(name)
-        if entry.kind in kinds and number and not is_other:
-            found.append((float(number[1]), name))
+        if entry.kind in kinds and is_like_step(name) and not names.is_part_of_tree(name):
+            found.append((float(number_of(name)), name))
         elif entry.kind == "file" and (flax := names.flax_step(name)) is not None:
             found.append((flax, name))
     return [name for _, name in sorted(found, reverse=True)]
