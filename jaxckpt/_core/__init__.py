@@ -9,6 +9,7 @@ cast         which dtypes may become which, and which values may not
 select       `only` and `skip`
 text         sizes, times and tables in messages
 check        arguments, and the errors about them
+log          the log that all modules write to
 collector    pauses Python's collector while many objects are made
 notebook     where the surface registers how an object is drawn
 transfer     device to host and back; nothing else touches device buffers

@@ -11,7 +11,6 @@ training needs it too. So all copies together take a part of it, and of the memo
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import weakref
@@ -20,13 +19,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.text import size_text
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
-
-_logger = logging.getLogger("jaxckpt")
 
 _KIND: Final = "pinned_host"
 _POOL_GB: Final = 64.0
@@ -57,7 +55,7 @@ def send(shards: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         _returned.append(sum(array.nbytes for array in arrays))
         if not isinstance(error, RuntimeError):  # a full pool raises a plain RuntimeError
             raise
-        _logger.warning(
+        logger.warning(
             "%s of pinned host memory were not to be had, so this save waits for its copies: %s",
             size_text(sum(array.nbytes for array in arrays)),
             error,

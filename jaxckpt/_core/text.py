@@ -52,19 +52,6 @@ def seconds_of(text: str) -> float:
     return _quantity(text, _SECONDS, "a duration such as 90s, 15m, 12h or 7d")
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration in the unit that suits it.
-
-    Example:
-        >>> duration(0.25), duration(90), duration(90_000)
-        ('0.25 s', '1.5 min', '25 h')
-    """
-    for unit, length_s in (("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds / length_s:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
     if found is None or found[2].upper() not in units:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, NoReturn
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.text import size_text
 from jaxckpt.errors import CheckpointError, SaveFailed, StoreError, is_full, os_code_in
 from jaxckpt.format import names, step
 from jaxckpt.storage import Hold, Storage, free_bytes
-
-_logger = logging.getLogger("jaxckpt")
 
 UNLOCKED: Final = Hold()
 Check = Callable[[], object]  # raises if another writer has taken over
@@ -77,7 +75,7 @@ def read_small(storage: Storage, file: str) -> str | None:
 
 def warn(path: str, text: str) -> None:
     """Logs a warning about a save."""
-    _logger.warning("%s: %s", path, text)
+    logger.warning("%s: %s", path, text)
 
 
 def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:

@@ -15,13 +15,13 @@ something does not fit (see `found`) because the checkpoint was replaced in the 
 from __future__ import annotations
 
 import contextlib
-import logging
 import posixpath
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from jaxckpt._core.log import logger
 from jaxckpt._disk.found import (
     Entries,
     Found,
@@ -40,8 +40,6 @@ from jaxckpt.format import jsontext, names, safetensors, step
 from jaxckpt.format.run import is_like_step, number_of
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import EntryKind, Storage, ahead, beside, corrupt, listing, now, real, together
-
-_logger = logging.getLogger("jaxckpt")
 
 T = TypeVar("T")
 
@@ -482,7 +480,7 @@ def marked_as(found: Found) -> str:
 
 def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:
     for problem in problems:
-        _logger.warning("%s: took %s. Skipped: %s", root, good, problem)
+        logger.warning("%s: took %s. Skipped: %s", root, good, problem)
 
 
 def neighbours(storage: Storage, path: str) -> str:

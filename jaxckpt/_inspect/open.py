@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, Final, TypeVar, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.check import check_type, explained
+from jaxckpt._core.log import logger
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest
@@ -24,8 +24,6 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo, LeafStatistics
-
-_logger = logging.getLogger("jaxckpt")
 
 _T = TypeVar("_T")
 
@@ -228,7 +226,7 @@ def _shardings(item: Item) -> Mapping[str, SavedSharding]:
     except CorruptCheckpoint as error:
         if item.ours:
             raise
-        _logger.warning("shardings are not shown, and must be given to a restore: %s", error)
+        logger.warning("shardings are not shown, and must be given to a restore: %s", error)
         return {}
 
 

@@ -5,19 +5,17 @@ Rules by the clock depend on measured times, which differ: all processes use tho
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, final
 
+from jaxckpt._core.log import logger
 from jaxckpt._run.schedule import Costs, Schedule
 from jaxckpt.errors import ProcessesDisagree
 from jaxckpt.multihost import Processes
 from jaxckpt.types import Decision
-
-_logger = logging.getLogger("jaxckpt")
 
 
 @final
@@ -106,5 +104,5 @@ class DueSteps:
         if not self._explained and (text := self.schedule.explanation()) is not None:
             self._explained = True
             if self.processes.index == 0:
-                _logger.info("%s", text)
+                logger.info("%s", text)
         return blocked_s

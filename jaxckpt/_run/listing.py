@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from jaxckpt._core.log import logger
 from jaxckpt._disk.find import neighbours
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Owner, RootFile, StepNames
 from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, listing, locate
-
-_logger = logging.getLogger("jaxckpt")
 
 STRAY: Final = "not part of the run; left alone"
 _RUN_IS: Final = "A run is the directory that contains the steps."
@@ -117,7 +115,7 @@ class ListedRoot:
     def warn(self, text: str) -> None:
         """Logs a warning; all warnings about a run come from here."""
         if not self.quiet:
-            _logger.warning("%s", text)
+            logger.warning("%s", text)
 
     def note_strays(self, listing: Listing, *, besides: Collection[str | None] = ()) -> None:
         """Records the entries of the root that do not belong to the run."""

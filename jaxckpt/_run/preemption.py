@@ -12,7 +12,6 @@ acts like SIGTERM.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -21,9 +20,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from jaxckpt._core.log import logger
 from jaxckpt.multihost import Processes
-
-_logger = logging.getLogger("jaxckpt")
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S: Final = 1.0
@@ -41,7 +39,7 @@ class Preemption:
         self._count = processes.count
         if listens and self._count > 1 and not _has_service():
             text = "jax_enable_preemption_service is off, so no signal or notice leads to a save"
-            _logger.warning("%s: the processes could not agree on a step", text)
+            logger.warning("%s: the processes could not agree on a step", text)
             listens = False
         self._listens = listens
         self._told = self._is_deaf = False
@@ -58,7 +56,7 @@ class Preemption:
             for number in _SIGNALS if self._count == 1 else (signal.SIGUSR1,):
                 self._before[number] = signal.signal(number, self._handler)
         elif listens and self._count == 1:
-            _logger.warning("this manager hears no signal: it was not made in the main thread")
+            logger.warning("this manager hears no signal: it was not made in the main thread")
         if listens and notice is not None:
             poll = threading.Thread(target=self._poll, args=[notice], name="jaxckpt-notice")
             poll.daemon = True  # the end of the program does not wait for a notice
@@ -79,10 +77,10 @@ class Preemption:
                 self._deadline_s = time.monotonic() + float(left_s)
             except Exception as error:
                 if not failed:
-                    _logger.warning("the notice of the end of this host cannot be asked: %s", error)
+                    logger.warning("the notice of the end of this host cannot be asked: %s", error)
                 failed = True
                 continue
-            _logger.warning("notice: this host ends in %.0f s; saving at the next call", left_s)
+            logger.warning("notice: this host ends in %.0f s; saving at the next call", left_s)
             if self._count > 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -113,7 +111,7 @@ class Preemption:
             if handler is not self._handler and not isinstance(owner, Preemption):
                 self._is_deaf = True
                 what = f"another handler of {signal.Signals(number).name} was set after the manager"
-                _logger.warning("%s: unless it calls the earlier one, no step is saved then", what)
+                logger.warning("%s: unless it calls the earlier one, no step is saved then", what)
 
     def close(self) -> None:
         """Restores the previous handlers, unless they were replaced since."""

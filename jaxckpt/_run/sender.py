@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import final
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.text import command
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
@@ -35,8 +35,6 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes
-
-_logger: Final = logging.getLogger("jaxckpt")
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +166,7 @@ class Sender:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
         if self.processes.index == 0:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
-            _logger.info("uploaded %s: %s", done.path, sent)
+            logger.info("uploaded %s: %s", done.path, sent)
             if step in source.unknown:  # a policy must not take it for a step without metrics
                 info = self.target.index.info(step)
             there = self.target.index.own_steps if not one.is_ours else tuple

@@ -15,7 +15,6 @@ without jax, so that inspecting a run does not import it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import posixpath
 import threading
@@ -27,6 +26,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.threads import Latch
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import Work, raise_save_error, warn
@@ -44,8 +44,6 @@ from jaxckpt.types import Timing
 if TYPE_CHECKING:  # which needs jax
     from jaxckpt._save.replicas import Replicas
     from jaxckpt._save.snapshot import SaveItem
-
-_logger = logging.getLogger("jaxckpt")
 
 _LONGEST_TURN_S: Final = 1200.0  # of an earlier save to the same path
 _MAX_PART_BYTES: Final = 1 << 30
@@ -176,7 +174,7 @@ class SaveJob:
                     self._transaction.commit(files, about, known=known)
             timing = self._meter.timing()
             if request.processes.index == 0:
-                _logger.info("%s", timing)
+                logger.info("%s", timing)
             return timing
 
     @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import posixpath
 import threading
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import check_type, explained, zstd_level
+from jaxckpt._core.log import logger
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.transaction import Overwrite
@@ -26,8 +26,6 @@ from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Group, Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, listing, locate
 from jaxckpt.types import OnProgress
-
-_logger = logging.getLogger("jaxckpt")
 
 # Numbers the saves, so that processes meet under unique names; all save in the same order.
 _attempts: WeakKeyDictionary[Processes, itertools.count[int]] = WeakKeyDictionary()
@@ -126,7 +124,7 @@ def start(request: SaveRequest) -> SaveHandle:
 
 def _log_failure(handle: SaveHandle) -> None:
     if handle.error is not None:  # nobody may ask the handle
-        _logger.error("the save of %s failed", handle.path, exc_info=handle.error)
+        logger.error("the save of %s failed", handle.path, exc_info=handle.error)
 
 
 def prepare(

@@ -7,7 +7,6 @@ or on the way there in an order that nothing can overtake.
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.attempt import Work
 from jaxckpt._disk.checksums import starts_of
@@ -40,7 +40,6 @@ from jaxckpt.storage import Storage
 
 T = TypeVar("T")
 
-_logger: Final = logging.getLogger("jaxckpt")
 _MOST_SUMS: Final = 64  # that a process sends for an item
 _MOST_NAMED: Final = 8  # leaves
 _ALIKE: Final = (
@@ -208,7 +207,7 @@ class TreeItem:
 @cache
 def _warn_once(text: str) -> None:
     """Logs a warning, but not again at each save and for each process."""
-    _logger.warning("%s", text)
+    logger.warning("%s", text)
 
 
 def _shares(values: Sequence[T]) -> list[Sequence[T]]:

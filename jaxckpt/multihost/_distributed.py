@@ -21,7 +21,6 @@ error, and hangs past its time limit if the coordinator hangs.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -31,11 +30,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, cast
 from urllib.parse import quote
 
+from jaxckpt._core.log import logger
 from jaxckpt._core.threads import MOST_S
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost._protocol import DEFAULT_TIMEOUT_S, Device, Json, decode, encode
-
-_logger = logging.getLogger("jaxckpt")
 
 _PREFIX = "jaxckpt"
 _WARN_AFTER_S = 60.0
@@ -124,7 +122,7 @@ class _Round:
             return
         text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
         facts = self.where, of.index, of.count, of.warn_after_s, _these(missing), _CALL
-        _logger.warning(text, *facts)
+        logger.warning(text, *facts)
 
     def arrived(self) -> dict[int, bytes]:
         """Returns the values that have come."""

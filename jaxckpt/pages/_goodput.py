@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from jaxckpt._core.text import counted, duration, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt.format.ledger import Start
 from jaxckpt.pages import _svg
 from jaxckpt.pages._html import escape, figure, moment
 from jaxckpt.pages._svg import Mark
-from jaxckpt.pages.goodput import Part, account, described
+from jaxckpt.pages.goodput import Part, account, described, duration
 
 _MAX_ROWS: Final = 20
 _HEAD: Final = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from jaxckpt._core.text import counted, duration
+from jaxckpt._core.text import counted
 from jaxckpt._run.ledger import ENOUGH, failures, learned_mtbf_s
 from jaxckpt._run.schedule import Costs, SavePolicy
 from jaxckpt.format.ledger import CLOSED, NOT_CLOSED, WENT_BACK, Start
@@ -24,6 +24,19 @@ LOST: Final = "killed or lost"
 _RUNNING: Final = "running or killed"
 _ON_PURPOSE: Final = (CLOSED, NOT_CLOSED, WENT_BACK)
 _NOTABLE: Final = 0.001  # a gain in goodput
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration in the unit that suits it.
+
+    Example:
+        >>> duration(0.25), duration(90), duration(90_000)
+        ('0.25 s', '1.5 min', '25 h')
+    """
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

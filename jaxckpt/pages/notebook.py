@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from jaxckpt._core.text import counted, duration, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
@@ -24,6 +24,7 @@ from jaxckpt.format.tree import path_text
 from jaxckpt.pages import _steps, _svg
 from jaxckpt.pages._html import block, escape, facts
 from jaxckpt.pages._palette import axis_hue
+from jaxckpt.pages.goodput import duration
 from jaxckpt.pages.overview import RunOverview, overview
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 

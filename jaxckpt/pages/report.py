@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Final
 
-from jaxckpt._core.text import counted, duration, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
@@ -26,6 +26,7 @@ from jaxckpt.pages import _palette, _steps, _svg
 from jaxckpt.pages._goodput import plan_html, starts_html
 from jaxckpt.pages._html import STYLE, escape, figure, moment
 from jaxckpt.pages._svg import Bar
+from jaxckpt.pages.goodput import duration
 from jaxckpt.pages.notebook import json_html, listing, numbers, tree_head, tree_html
 from jaxckpt.pages.overview import RunOverview, StepOverview, overview, with_local
 from jaxckpt.storage import LocalStorage

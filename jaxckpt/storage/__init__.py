@@ -24,7 +24,6 @@ TensorStore is imported only with `jaxckpt.storage._arrays`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import posixpath
 import re
@@ -33,6 +32,7 @@ from functools import cache, partial
 from typing import Final
 from urllib.parse import unquote
 
+from jaxckpt._core.log import logger
 from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.storage._ahead import ahead, check_listed, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
@@ -79,7 +79,6 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _NOT_IN_PATHS = re.compile(r"[\0\\]|^(?!(az|gs|s3)://).*[\ud800-\udc7f\udd00-\udfff]", re.DOTALL)
 _THESE = "a NUL byte or backslash, or half of a surrogate pair"
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
-_logger = logging.getLogger("jaxckpt")
 
 
 # URLs that people try, and what to do instead.
@@ -151,7 +150,7 @@ def _storage_on(mount: Mount | None) -> Storage:
         return LocalStorage()
     ask.cache_clear()  # it may have been mounted since
     if mount.is_bucket:
-        _logger.info(
+        logger.info(
             "%s is a mounted bucket (%s) without an atomic rename: a step is committed by the file "
             "that is written last, as in an object store",
             mount.point,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import logging
 import os
 import re
 import tempfile
@@ -28,11 +27,10 @@ from typing import Any, Final, Self, final
 
 import numpy as np
 
+from jaxckpt._core.log import logger
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._local import LocalStorage, _about, _publish
 from jaxckpt.storage._protocol import Hold, Storage
-
-_logger = logging.getLogger("jaxckpt")
 
 _PIECE_BYTES: Final = 8 << 20
 _NAME: Final = re.compile(r"(\.jaxckpt-export-[0-9a-f]{16})(-\d+)?")
@@ -148,7 +146,7 @@ def _remove_old(storage: Storage, paths: Sequence[str]) -> None:
         try:
             storage.delete_files([path])
         except OSError as error:
-            _logger.warning("%s, of the model before, stays: %s", path, error)
+            logger.warning("%s, of the model before, stays: %s", path, error)
 
 
 def _take_lock(folder: str) -> tuple[str, Hold | None]:
@@ -168,13 +166,13 @@ def _remove_leftovers(folder: str) -> None:
         try:
             _remove_leftover(folder, lock, [match[0] for match in found])
         except (OSError, CorruptCheckpoint) as error:
-            _logger.warning("%s/%s* may be in use, and stays: %s", folder, lock, error)
+            logger.warning("%s/%s* may be in use, and stays: %s", folder, lock, error)
 
 
 def _remove_leftover(folder: str, lock: str, names: list[str]) -> None:
     hold = LocalStorage().hold(f"{folder}/{lock}")
     if hold is not None:
-        _logger.warning("removing %s/%s*, left by an interrupted export", folder, lock)
+        logger.warning("removing %s/%s*, left by an interrupted export", folder, lock)
         # The lock goes last, since it shows that the other files lack an owner.
         for name in sorted({*names, lock}, reverse=True):
             os.unlink(f"{folder}/{name}")
