@@ -272,7 +272,9 @@ class Arriving:
         from jax import Array
 
         if isinstance(value, Array) and is_away(value.sharding):
-            self._under_way.append((value, size_bytes := _host_bytes(value)))
+            copied = sum(shard.data.nbytes for shard in value.addressable_shards)
+            size_bytes = copied + min(copied, value.nbytes)  # XLA's copies, and the distinct shards
+            self._under_way.append((value, size_bytes))
             self._taken_bytes += size_bytes
             while self._taken_bytes > self._most_bytes:
                 self._wait()
@@ -287,12 +289,6 @@ class Arriving:
         if not value.is_deleted():  # as one that has moved on
             value.block_until_ready()
         self._taken_bytes -= size_bytes
-
-
-def _host_bytes(value: jax.Array) -> int:
-    """Returns the host memory of a copy under way: the distinct shards, and XLA's copy of each."""
-    copied = sum(shard.data.nbytes for shard in value.addressable_shards)
-    return copied + min(copied, value.nbytes)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -88,9 +88,9 @@ def _verify(found: Found) -> VerifyReport:
         if not item.ours:
             _check_shardings(item, problems)
         leaves += len(item.tree.leaves)
-        read_bytes = _read_all(item, problems)
-        size += read_bytes
-        if not item.ours and read_bytes and not _has_digests(item):
+        size += (read_bytes := _read_all(item, problems))
+        digests = [facts.sha256 for facts in found.recorded(path).values()]  # also of data files
+        if not item.ours and read_bytes and (not digests or None in digests):
             unchecked.append(f"{item.path}: its arrays have no recorded checksums")
     if problems:
         check_current(found)  # a checkpoint that was replaced in the meantime looks damaged
@@ -140,12 +140,6 @@ def _check_shardings(item: Item, problems: list[Problem]) -> None:
         item.read_shardings()
     except (CheckpointError, OSError) as error:
         problems.append(_problem(error))
-
-
-def _has_digests(item: Item) -> bool:
-    """Returns whether the record has a digest of every file of an item, data files included."""
-    files = item.found.recorded(item.path).values()
-    return bool(files) and all(facts.sha256 is not None for facts in files)
 
 
 def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:

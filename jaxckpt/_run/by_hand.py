@@ -94,7 +94,6 @@ class ByHand:
         return reports
 
     def _scrub(self, root: Root) -> dict[int, VerifyReport]:
-        """Verifies the steps of a root; mends damaged steps, or else sets them aside."""
         mates, where = root.group.mates, root.index.root
         name = f"manager {where}/scrub"
         numbers: list[int] = lead(mates, name, root.index.present, where=where)

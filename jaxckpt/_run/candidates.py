@@ -88,7 +88,6 @@ class Candidates:
         return copies
 
     def newest(self) -> int | None:
-        """Returns the newest complete step."""
         if len(self.roots) == 1:  # lists no more directories than it has to
             index = self.roots[0].index
             return self._first_whole("latest", lambda _: (Copy(n, 0) for n in index.newest_first()))

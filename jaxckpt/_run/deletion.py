@@ -189,7 +189,6 @@ class Deletion:
                 raise  # otherwise the new owner has not listed the steps yet
 
     def _finish_deletions(self) -> None:
-        """Ends deletions that began earlier."""
         failed, self.failed, self.half = self.failed, False, []
         if failed:
             self._settle()

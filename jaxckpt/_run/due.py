@@ -21,19 +21,14 @@ from jaxckpt.types import Decision
 @final
 @dataclass
 class DueSteps:
-    """The schedule of the directory and, if there are tiers, the schedule of local steps."""
+    """When steps are due in the directory and, if there are tiers, on the local disk."""
 
-    schedules: list[Schedule]
+    schedules: list[Schedule]  # of the directory, then of the local disk
     processes: Processes
     session: str  # begins the names of rounds
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards `schedules`
     _known: tuple[Decision, bool] | None = None
     _explained: bool = False
-
-    @property
-    def schedule(self) -> Schedule:
-        """Returns when steps are saved in the directory."""
-        return self.schedules[0]
 
     @property
     def last_step(self) -> int:
@@ -101,7 +96,7 @@ class DueSteps:
                 else one
                 for i, one in enumerate(self.schedules)
             ]
-        if not self._explained and (text := self.schedule.explanation()) is not None:
+        if not self._explained and (text := self.schedules[0].explanation()) is not None:
             self._explained = True
             if self.processes.index == 0:
                 logger.info("%s", text)

@@ -71,7 +71,6 @@ class Leftovers:
         return names.is_lease(entry) and self._leases.read(entry) is None
 
     def _sweep(self, entry: str) -> None:
-        """Finishes or removes work of an earlier job."""
         index, path = self._index, f"{self._index.root}/{entry}"
         try:
             if (name := names.replaced(entry)) is not None:

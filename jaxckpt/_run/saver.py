@@ -196,7 +196,6 @@ class Saver:
             self._went_back()
 
     def go_back(self) -> None:
-        """Continues, alike in all processes, from the newest step that is left."""
         self.position.go_back()
         self._went_back()
 
@@ -357,7 +356,7 @@ class Saver:
             left_s = brief.gather(name, left_s, lambda all_: min(filter(None, all_), default=None))
         if self._processes.index != 0:
             return
-        save_s, tiers = self.due.schedule.costs.save_s, self._tiers
+        save_s, tiers = self.due.schedules[0].costs.save_s, self._tiers
         upload_s = None if tiers is None else tiers.sender.seconds_for(size_bytes)
         text, fits = what_fits(left_s, save_s, upload_s, self._options.item if tiers else "")
         if fits and upload_s is not None and tiers is not None:
