@@ -137,10 +137,10 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1738, 11, 20),
-    "manager open + save": (3943, 15, 41),
-    "open + save, local": (6375, 18, 126),
+    "manager open + save": (3939, 15, 41),
+    "open + save, local": (6375, 16, 126),
     "restore(path, like)": (2199, 14, 8),
-    "manager.restore(like)": (2735, 18, 10),
+    "manager.restore(like)": (2747, 18, 10),
     "open": (585, 10, 5),
     "verify": (1868, 15, 17),
 }
@@ -180,20 +180,20 @@ APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (839, 446),
     "_convert": (1038, 676),
-    "_core": (2662, 1683),
-    "_disk": (5142, 3607),
-    "_inspect": (1212, 818),
+    "_core": (2650, 1679),
+    "_disk": (5138, 3605),
+    "_inspect": (1204, 814),
     "_progress": (223, 167),
     "_restore": (2198, 1642),
-    "_run": (10437, 7216),
-    "_save": (2368, 1675),
-    "cli": (4605, 3315),
+    "_run": (10347, 7156),
+    "_save": (2363, 1672),
+    "cli": (4686, 3366),
     "format": (3305, 2171),
     "integrations": (478, 264),
-    "multihost": (972, 605),
+    "multihost": (970, 604),
     "orbax": (6300, 3868),
-    "pages": (2423, 1724),
-    "storage": (4161, 2846),
+    "pages": (2438, 1731),
+    "storage": (4158, 2844),
     "testing": (985, 641),
 }
 

@@ -293,6 +293,10 @@ class CheckpointManager:
             self._refuse()
         raise_first(self._saver.take_errors())
 
+    def _begin_restore(self) -> None:
+        self._begin_call()
+        self._saver.wait()
+
     def _refuse(self) -> NoReturn:
         if not self._saver.ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
@@ -366,7 +370,7 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Any,
     ) -> Any:  # any pytree
-        """Restores the state of a step, and `items` in place.
+        """Restores the state of a step, and `items` in place. Waits for the saves under way first.
 
         Args:
             like: The wanted structure, dtypes and shardings; see `jaxckpt.restore`.
@@ -384,7 +388,7 @@ class CheckpointManager:
             OSError: the step cannot be read now. This never leads to a fallback.
             TreeMismatch: `like` or an item does not fit.
         """
-        self._begin_call()
+        self._begin_restore()
         reading = self._reading(like, items, self._request("restore", options))
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, goes_on=step == "latest")
@@ -432,7 +436,7 @@ class CheckpointManager:
             UnsupportedFormat: the run has only links, or checkpoints of Flax; see `convert`.
             ValueError: `rename` swaps names, as the steps that the program saves would not show.
         """
-        self._begin_call()
+        self._begin_restore()
         check_type("restore_or", "init", init, Callable, "a function that makes the first state")
         report = self._resume.report_alike  # globs may be for steps of older code
         request = replace(self._request("restore_or", options), unmatched=report)
@@ -445,7 +449,7 @@ class CheckpointManager:
                 return self._go_on(found, reading, goes_on=True), found[1]
             except NeverWhole as error:
                 self._resume.report_alike(f"{error}. The run begins anew")
-        self._saver.position.begin_anew()
+        self._saver.begin_anew()
         return as_restored(init(), request), 0
 
     def restore_items(
@@ -467,7 +471,7 @@ class CheckpointManager:
         Raises:
             TreeMismatch: the step lacks an item, or a target does not fit.
         """
-        self._begin_call()
+        self._begin_restore()
         check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
         reading = ItemsReading(
             processes=self._processes,

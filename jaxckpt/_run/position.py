@@ -119,22 +119,19 @@ class Position:
             "(jaxckpt.fork)."
         )
 
-    def go_on(
-        self, step: int, first: int, last: int, wait: Callable[[], None], *, is_newest: bool
-    ) -> bool:
-        """Continues from a step that took the place of `first`; returns whether steps are gone."""
-        # The threads of saves change the floor and the base, until `wait` returns.
-        apart, least = is_apart(self.roots[0]), max(self.agreed, self.found.restorable.step)
-        if apart:
-            wait()
-            least = max(least, last)  # else others may have deleted what was saved last
+    def go_on(self, step: int, *, first: int, last: int, is_newest: bool) -> bool:
+        """Continues from a step that took the place of `first`; returns whether steps are gone.
+
+        No save is under way; `last` was saved last.
+        """
+        # Not the floor and the base, which a process may lack that did not hear of a commit.
+        least = max(self.agreed, self.found.restorable.step, last)
         if step == first and (not is_newest or least <= step <= max(self.agreed, last)):
             self.come_from(max(step, self.base), self.found)
             return False
-        wait()
         if is_newest:  # later steps may have been set aside, or the directory was away
             self.come_from(step if step < first else max(step, self.base))
-        if is_newest and not apart:
+        if is_newest and not is_apart(self.roots[0]):
             newest = self._lead("newest", partial(newest_of, self.roots))
             self._leave(max(step, newest), step)
         else:

@@ -191,12 +191,21 @@ class Saver:
             if not root.owner.is_guest or step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, step)
         self.comparisons.ask()
-        saves: Any = self.due.last_step, lambda: self.worker.wait(self.worker.under_way())
-        if self._options.writes and self.position.go_on(step, first, *saves, is_newest=is_newest):
+        known = {"first": first, "last": self.due.last_step, "is_newest": is_newest}
+        if self._options.writes and self.position.go_on(step, **known):
             self._went_back()
+
+    def wait(self) -> None:
+        """Waits for the saves under way, except in their thread: then all know the same steps."""
+        if (saves := self.worker.under_way()) and not self.worker.is_own_thread():
+            self.worker.wait(saves)
 
     def go_back(self) -> None:
         self.position.go_back()
+        self._went_back()
+
+    def begin_anew(self) -> None:
+        self.position.begin_anew()
         self._went_back()
 
     def _went_back(self) -> None:
@@ -256,7 +265,7 @@ class Saver:
     def _look_again(self, step: int) -> None:
         """Goes back if others have deleted this step and all later ones, in every place."""
         if is_apart(self._root):
-            self._wait_for_saves()
+            self.wait()
             if are_gone(self._roots, step, self.position.base):
                 self.go_back()
 

@@ -132,9 +132,9 @@ class Tiers:
         """Returns the newest step, and later ones, which other processes may lack."""
         steps, sent = self.local.index.steps(), self.sender.newest
         newest = [n for n in steps if self.local.counts(n, floor)][-1:]
-        if newest and newest[0] <= sent:
-            leads = self.sender.processes.index == 0  # else it may not have committed the step
-            newest = [] if leads or sent in (self.directory.known_steps() or ()) else newest
+        # Process 0 may not have committed it yet, or others have deleted it.
+        if newest and newest[0] <= sent and sent in (self.directory.known_steps() or ()):
+            newest = []
         return [*newest, *(n for n in steps if not self.local.counts(n, floor))]
 
     def _has_room(self, size_bytes: int) -> bool:

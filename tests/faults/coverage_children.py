@@ -8,11 +8,12 @@ import logging
 import os
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tests.waiting import wait_until
+from tests.waiting import waited_until
 from tests.workers.manages import meet
 from tests.workers.saves import mesh_of, put
 from tests.workers.tiers import Data
@@ -258,20 +259,18 @@ def call(me, root, hosts, calls, replicas=1, every=3, last=9):
 
 
 def restore_beside(me, root, hosts, replicas, slow):
-    """Restores steps whose saves have not ended in one process; returns the last one."""
+    """Restores while saves are under way, which end late in one process; returns the last one."""
     with opened(root, hosts[me.index], [], every=10) as manager:
-        manager.restore_or(init_of(replicas))
-        for step in (1, 2, 3):
-            handle, restores = (
-                manager.save(step, state_at(step, replicas)),
-                len(manager.timings) + 1,
-            )
-            if me.index == slow:  # until it has read the step, and goes on from it
-                handle.on_end(lambda _, n=restores: wait_until(lambda: len(manager.timings) >= n))
-            while manager.latest_step() != step:  # alike in both
-                pass
-            check(manager.restore(state_at(0, replicas)), step)
-        return manager.restored_step
+        found = manager.restore_or(init_of(replicas))[1]
+        for step in range(found + 1, found + 4):
+            handle, restores = manager.save(step, state_at(step, replicas)), len(manager.timings)
+            if me.index == slow:  # a restore that does not wait has gone on by then
+                restored = partial(waited_until, lambda n=restores: len(manager.timings) > n)
+                handle.on_end(lambda _, wait=restored: wait(limit_s=0.3))
+            state, found = manager.restore_or(init_of(replicas))
+            assert found == step
+            check(state, step)
+        return found
 
 
 def lose(me, root, hosts, replicas, least, restored):

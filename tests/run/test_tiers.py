@@ -1506,6 +1506,34 @@ def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, free_space)
         assert manager.restore()["step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("gone", "ask"), [([30], "20"), ([30], "latest"), ([10, 20, 30], "latest")]
+)
+def test_a_full_disk_keeps_a_step_after_others_deleted_what_was_uploaded(
+    tmp_path, local, free_space, gone, ask
+):
+    """The last upload went to the directory, but is no longer there."""
+    free, run = [1 << 40], tmp_path / "run"
+    free_space(lambda _: free[0])
+    tier = LocalTier(local, save=SavePolicy(every_steps=1), keep=KeepPolicy(last=3))
+    with CheckpointManager(run, save=SavePolicy(every_steps=10), local=tier) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(step)).durable()
+        for step in gone:
+            shutil.rmtree(run / f"{step}")
+            shutil.rmtree(local / f"{step}")
+        if ask == "latest":
+            _, start = manager.restore_or(lambda: state(0))
+        else:
+            manager.restore(step=(start := int(ask)))
+        manager.save(start + 5, state(start + 5)).result()
+        free[0] = 0
+
+        manager.save(start + 6, state(start + 6))
+
+        assert manager.tiers["local"] == [start + 5]
+
+
 def test_after_going_back_a_full_disk_keeps_a_step_that_is_nowhere_else(
     tmp_path, local, store, free_space
 ):
