@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, final
 
@@ -68,7 +69,9 @@ class Leases:
 
     def read(self, entry: str) -> Lease | None:
         """Reads a lease; None if it has expired or the file is not a lease."""
-        if (lease := self.index.small(Lease, entry)) is None:
+        lease = self.index.small(Lease, entry)
+        owner = self.index.owner() if lease and lease.owner else None
+        if lease is None or (owner and owner.token != lease.owner):
             return None
         # A lease that expires much later comes from a wrong clock. Ours may have jumped since then.
         steady_ns = _STARTED_NS + time.monotonic_ns()  # as if nobody had set the clock
@@ -77,17 +80,19 @@ class Leases:
         return lease if goes_on else None
 
     @contextlib.contextmanager
-    def protect(self, number: int, *, changes: bool = False) -> Iterator[bool]:
+    def protect(self, number: int, *, changes: bool = False, owner: str = "") -> Iterator[bool]:
         """Protects a step from deletion; yields whether the step still exists.
 
         If the root is not writable, no lease is taken and the step may vanish.
 
         Args:
             changes: Whether the caller changes the step, which is then not set aside either.
+            owner: The token of the job that ends the lease when it loses the run, if any.
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8), changes=changes)}"
-        about, ended = (file, step, CHANGE_S if changes else LEASE_S), threading.Event()
+        lease, ended = Lease(step=step, expires_ns=0, owner=owner), threading.Event()
+        about = file, lease, CHANGE_S if changes else LEASE_S
         written = self._has_written(*about) or self._has_written(*about, needed=changes)
         renewal = threading.Thread(target=self._renew, args=(ended, *about), daemon=True)
         # Called here, or at the end of a program that keeps this generator.
@@ -115,12 +120,12 @@ class Leases:
         with contextlib.suppress(OSError):  # the lease will expire
             self.index.storage.delete_files([file] if file else [])
 
-    def _renew(self, ended: threading.Event, file: str, step: str, length_s: float) -> None:
+    def _renew(self, ended: threading.Event, file: str, lease: Lease, length_s: float) -> None:
         while not ended.wait(length_s / 4):
-            self._has_written(file, step, length_s)
+            self._has_written(file, lease, length_s)
 
-    def _has_written(self, file: str, step: str, length_s: float, *, needed: bool = False) -> bool:
-        lease = Lease(step=step, expires_ns=time.time_ns() + int(length_s * 1e9))
+    def _has_written(self, file: str, lease: Lease, length_s: float, needed: bool = False) -> bool:
+        lease = replace(lease, expires_ns=time.time_ns() + int(length_s * 1e9))
         try:
             self.index.storage.write(file, run.encode(lease))
         except OSError:
@@ -165,9 +170,8 @@ class Leases:
 
     def _is_left(self, path: str) -> bool:
         storage = self.index.storage
-        if storage.atomic_rename or is_under_way(path):
-            return False
-        return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None
+        is_seen = storage.atomic_rename or is_under_way(path)
+        return not is_seen and storage.kind(f"{path}/{names.COMMIT_MARKER}") is None
 
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""

@@ -105,8 +105,7 @@ class Position:
             return
         is_known = bool(saving) or is_apart(self.roots[0])  # or it may be on other disks
         if not is_known and not is_in_any(self.roots, lambda root: root.has(floor)):
-            # Others have deleted the newest.
-            self.floor = self.base = floor = newest_of(self.roots)
+            self.floor = self.base = floor = newest_of(self.roots)  # others have deleted it
             if step > floor:
                 return
         index = self.roots[0].index

@@ -180,9 +180,8 @@ def are_gone(roots: Sequence[Root], first: int, last: int) -> bool:
     """Returns whether no place has a step from the first to the last one; False if one is away."""
     where = roots[-1].index.root
     durable = lead(roots[0].group.job, f"manager {where}/left", roots[-1].known_steps, where=where)
-    if durable is None or roots[0].peers.urls:
-        return False
-    return max([*durable, *newest_in(roots, last, last).shown], default=-1) < first
+    all_answer = durable is not None and not roots[0].peers.urls
+    return all_answer and max([-1, *(durable or ()), *newest_in(roots, last, last).shown]) < first
 
 
 def learn_lone(root: Root, name: str) -> None:

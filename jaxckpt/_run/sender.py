@@ -144,7 +144,7 @@ class Sender:
             if not one.is_ours:
                 self.target.tidy(stay)
         start_s = time.monotonic()
-        with self.source.leases.protect(step):
+        with self.source.leases.protect(step, owner=self.source.owner.token):
             done = upload(
                 source,
                 self.target.index,
@@ -187,8 +187,7 @@ class Sender:
             step: Returns the step to commit there.
             waits: Whether another job saved the step, which then waits until no other job runs.
         """
-        source, target = self.source.index, self.target
-        owner = target.owner
+        source, target, owner = self.source.index, self.target, self.target.owner
         if owner.token and owner.is_known and not waits:
             return
         newest = newest_saved(target.index)

@@ -221,8 +221,7 @@ def is_set_aside(name: str) -> bool:
 def lease(token: str, *, changes: bool = False) -> str:
     """Returns the file in a run's root that keeps a step from being deleted while it is read.
 
-    Args:
-        changes: Whether the step is being changed, so that it must not be set aside either.
+    If `changes`, the step is being changed, and must not be set aside either.
     """
     return f"{_CHANGE if changes else _LEASE}{token}"
 

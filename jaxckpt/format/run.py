@@ -202,6 +202,7 @@ class Lease:
 
     step: str
     expires_ns: int
+    owner: str = ""  # the token of the job whose upload it is; it ends when another owns the run
 
 
 _TYPES: Final = {"str": str, "str | None": str, "int": int, "Sequence[str]": list}

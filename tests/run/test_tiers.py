@@ -1142,6 +1142,28 @@ def test_a_step_pushes_no_other_out_whose_upload_its_deletion_waits_for(
         assert manager.tiers["durable"] == [30, 40]
 
 
+def test_the_upload_of_a_dead_job_holds_no_step(tmp_path, local, store):
+    """Its lease has not expired, but the next job has taken the run over."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.answers.clear()
+        manager.save(1, state(1)).result()
+        assert store.asked.wait(60)
+        [lease] = [path for path in local.iterdir() if names.is_lease(path.name)]
+        left = lease.read_bytes()
+        store.answers.set()
+        manager.save(2, state(2))
+        manager.wait_until_finished()
+        lease.write_bytes(left)
+        with pytest.raises(ValueError, match="a reader holds it"):
+            manager.delete(1)
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert not lease.exists()
+        lease.write_bytes(left)  # as by an upload that goes on
+        manager.delete(1)
+        assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
+
+
 def test_a_step_that_is_deleted_while_it_is_saved_pushes_no_other_out(tmp_path):
     """Without a local tier, too."""
     may_commit = threading.Event()
