@@ -476,14 +476,10 @@ def _convert(where: str, plan: LeafPlan, parts: Buffers) -> object:
         array = to_device(parts, plan.sharding, shape, dtype)
         return array if plan.layout is None else in_layout(array, plan.layout)
     values = next(iter(parts.values()))
-    if plan.kind == "numpy":
-        return values
-    if plan.kind == "bytes":
-        return values.tobytes()
-    if plan.kind == "str":
-        return _decode_text(values.tobytes(), saved)
-    if plan.kind == "generic":
-        return values[()]
+    if plan.kind in ("numpy", "generic"):
+        return values if plan.kind == "numpy" else values[()]
+    if plan.kind in ("bytes", "str"):
+        return values.tobytes() if plan.kind == "bytes" else _decode_text(values.tobytes(), saved)
     return {"int": int, "float": float, "complex": complex, "bool": bool}[plan.kind](values.item())
 
 
@@ -539,6 +535,7 @@ def _wrap_key(plan: LeafPlan, parts: Buffers, impl: str | None) -> jax.Array:
             f"{error}. Register it, or restore uint32{list(data_shape)} with a `like`."
         ) from error
     # jax writes out the PartitionSpec of a key, and `device_put` reaches no other process.
-    if plan.sharding is None or key.sharding.is_equivalent_to(plan.sharding, rank):
+    if plan.sharding is None or isinstance(key, Tracer):  # which is refused
         return key
-    return jax.device_put(key, plan.sharding)
+    is_there = key.sharding.is_equivalent_to(plan.sharding, rank)
+    return key if is_there else jax.device_put(key, plan.sharding)

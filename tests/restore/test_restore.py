@@ -372,6 +372,19 @@ def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
     assert 0 < peak <= (16 << 20) // 4 + MAX_UNIT_BYTES
 
 
+@pytest.mark.parametrize("keys", [1, 4])
+def test_a_restore_of_sharded_keys_while_jax_traces_is_refused(tmp_path, mesh, keys):
+    """As all others; a key of `like` may have another sharding than the data of it."""
+    spec = P("x") if keys > 1 else P()
+    key = jax.random.split(jax.random.key(0), keys)
+    key = jax.device_put(key if keys > 1 else key[0], NamedSharding(mesh, spec))
+    jaxckpt.save(tmp_path / "a", {"key": key})
+
+    for like in (None, {"key": key}):
+        with pytest.raises(TypeError, match="call restore outside jit"):
+            jax.jit(lambda x, like=like: x + len(jaxckpt.restore(tmp_path / "a", like)))(1.0)
+
+
 def test_a_restore_while_jax_traces_is_refused(tmp_path):
     """With what to do about it; host memory is no matter of a trace."""
     jaxckpt.save(tmp_path / "a", {"w": jnp.arange(3.0)})
