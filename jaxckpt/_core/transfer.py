@@ -237,9 +237,8 @@ def in_layout(value: jax.Array, layout: Any) -> jax.Array:
     def put(shard: Any) -> jax.Array:  # a jax.Array
         there = shard.format.layout
         is_tiled_so = layout.tiling is None or there.tiling == layout.tiling
-        if there.major_to_minor == layout.major_to_minor and is_tiled_so:
-            return shard
-        return jax.device_put(shard, Format(layout, shard.sharding))
+        is_so = there.major_to_minor == layout.major_to_minor and is_tiled_so
+        return shard if is_so else jax.device_put(shard, Format(layout, shard.sharding))
 
     shards = [put(shard.data) for shard in value.addressable_shards]
     return jax.make_array_from_single_device_arrays(
@@ -292,12 +291,10 @@ class Arriving:
 
 
 @lru_cache(maxsize=1 << 12)
-def is_away(sharding: jax.sharding.Sharding | None) -> bool:
-    """Returns whether its devices, or the default one, have memory of their own."""
-    import jax
-
-    devices = jax.local_devices()[:1] if sharding is None else sharding.addressable_devices
-    return any(device.platform != "cpu" for device in devices)
+def is_away(where: Any) -> bool:  # a sharding, a device or the name of a platform
+    """Returns whether the devices have memory of their own."""
+    devices = getattr(where, "addressable_devices", [where])
+    return any(getattr(device, "platform", device) != "cpu" for device in devices)
 
 
 @contextlib.contextmanager

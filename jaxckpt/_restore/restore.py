@@ -415,7 +415,8 @@ def _values(
     if item.found.part is not None:
         check_here(item, reads)
     meter.total_bytes = sum(read.total_bytes for read in reads)
-    if away := any(map(is_away, {x.sharding for x in plans if x.kind in ("array", "key")})):
+    where = {x.sharding or _default_device() for x in plans if x.kind in ("array", "key")}
+    if away := any(map(is_away, where)):
         budget_bytes //= 2  # the other half is for copies to devices
     arriving, place_s = Arriving(budget_bytes), 0.0
     arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
@@ -437,6 +438,10 @@ def _values(
     place_s += time.monotonic() - start_s
     meter.phases["place"] += place_s
     meter.phases["read"] -= place_s  # the phase "read" includes all of this
+
+
+def _default_device() -> Any:  # a device, or the name of its platform
+    return jax.config.jax_default_device or jax.local_devices()[0]
 
 
 def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:

@@ -213,6 +213,15 @@ def away(monkeypatch):
         monkeypatch.setattr(module, "is_away", lambda _: True)
 
 
+@pytest.mark.parametrize("platform", [None, "cpu", "gpu"])
+def test_the_default_device_is_that_of_its_block(platform):
+    """Not that of the first platform; nothing is placed there, so that it need not exist."""
+    with jax.default_device(platform):
+        assert transfer.is_away(restore._default_device()) == (platform == "gpu")
+        with jax.default_device(jax.devices()[0]):
+            assert not transfer.is_away(restore._default_device())
+
+
 @pytest.mark.usefixtures("away")
 @pytest.mark.parametrize("spec", [P(), P("x")])
 def test_copies_to_devices_take_half_of_the_budget(tmp_path, monkeypatch, make_mesh, spec):
