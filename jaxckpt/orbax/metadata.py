@@ -18,11 +18,10 @@ from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.open import custom_of
-from jaxckpt.errors import is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import path_text
-from jaxckpt.orbax import _trees
+from jaxckpt.orbax import _handling, _trees
 from jaxckpt.storage import locate
 
 
@@ -227,15 +226,13 @@ def facts_of(found: Found) -> dict[str, Any]:
 
 def get_step_metadata(path: str | os.PathLike[str]) -> Any:
     """Returns the contents of a checkpoint's metadata file; ValueError if the file is missing."""
-    storage, where = locate(path)
+    found, folder = _handling.recorded(os.fspath(path))
     try:
-        data = storage.read(f"{where}/{names.CHECKPOINT_METADATA}", max_bytes=jsontext.MAX_BYTES)
-    except OSError as error:
-        if is_io_failure(error):
-            raise
+        data = found.read(folder, names.CHECKPOINT_METADATA)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"Step metadata not found at {path}: it is no checkpoint.") from error
-    recorded, fields = jsontext.loads(data, file=f"{path}"), vars(StepMetadata())
-    return StepMetadata(**{k: v for k, v in recorded.items() if k in fields})
+    saved, fields = jsontext.loads(data, file=f"{path}"), vars(StepMetadata())
+    return StepMetadata(**{k: v for k, v in saved.items() if k in fields})
 
 
 value = tree = sys.modules[__name__]  # `metadata.value.ArrayMetadata`, `metadata.tree.TreeMetadata`

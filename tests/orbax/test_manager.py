@@ -26,6 +26,8 @@ from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode_record, encode_record
 from tests.orbax.twice import raised, read_each, twice
 
+METADATA = names.CHECKPOINT_METADATA
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -192,6 +194,24 @@ def test_a_lost_state_is_damage_wherever_it_was_in_the_args(tmp_path):
 
     with pytest.raises(jaxckpt.CorruptCheckpoint, match="1/state/_METADATA is missing"):
         jaxckpt.restore(tmp_path / "1")
+
+
+def test_damaged_metadata_of_a_step_is_not_another_time(tmp_path):
+    """Most flipped bits leave it JSON; a directory that never had any is not damaged."""
+    with ours.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ours.args.StandardSave({"w": jnp.ones(2)}))
+    saved, file = ours.metadata.get_step_metadata(tmp_path / "1"), tmp_path / "1" / METADATA
+    assert saved.commit_timestamp_nsecs is not None
+    file.write_bytes(file.read_bytes().replace(b'"commit_timestamp_nsecs":', b'"commit_times":'))
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=f"{METADATA} is damaged"):
+        ours.metadata.get_step_metadata(tmp_path / "1")
+    file.unlink()
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=f"{METADATA} is missing"):
+        ours.metadata.get_step_metadata(tmp_path / "1")
+
+    for path in (tmp_path, tmp_path / "no"):
+        with pytest.raises(ValueError, match="it is no checkpoint"):
+            ours.metadata.get_step_metadata(path)
 
 
 @pytest.mark.parametrize(
