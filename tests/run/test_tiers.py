@@ -370,12 +370,13 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
             handle.durable(60)
         assert f"jaxckpt upload {local} {tmp_path / 'run'}" in caught.value.__notes__[0]
         manager.save(2, state(2)).result()
-        while manager._tiers.uploader.steps():
-            threading.Event().wait(0.01)
+        uploads = manager._tiers.uploader  # which may get the step only after its commit
+        wait_until(lambda: 2 in uploads._given_up and not uploads.steps(), limit_s=60)
         with pytest.raises(OSError, match="no permission"):
             manager.save(3, state(3))
         store.away = None
         manager.save(4, state(4)).durable(60)
+        manager.wait_until_finished()
         assert manager.tiers == {"local": [2, 4], "durable": [4], "waiting": []}
 
 
