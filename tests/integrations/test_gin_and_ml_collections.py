@@ -87,7 +87,7 @@ def test_fields_of_policies_apply_without_a_reference(configured, ram_path, bind
     configured.load((), [*bindings, "CheckpointManager.budget_bytes = '1GB'"])
 
     with configured.CheckpointManager(ram_path / "run") as manager:
-        assert manager._saver.due.schedule.policy == save
+        assert manager._saver.due.schedules[0].policy == save
         assert manager.keep == keep
         assert manager.budget_bytes == 10**9
 
@@ -296,7 +296,7 @@ def test_manager_config_takes_units(manager_config, ram_path):
 
     with CheckpointManager.from_config(config) as manager:
         assert manager.budget_bytes == 10**9
-        assert manager._saver.due.schedule.policy.every_seconds == 900
+        assert manager._saver.due.schedules[0].policy.every_seconds == 900
     config.timeout_s = "soon"
     with pytest.raises(ValueError, match="timeout_s in the config must be a duration"):
         CheckpointManager.from_config(config)

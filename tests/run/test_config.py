@@ -70,7 +70,7 @@ def test_a_config_may_have_auto(make, ram_path):
     config = make({"directory": str(ram_path / "run"), "save": {"auto": auto, "at_steps": (9,)}})
 
     with CheckpointManager.from_config(config) as manager:
-        assert manager._saver.due.schedule.policy == SavePolicy.auto(**auto, at_steps=(9,))
+        assert manager._saver.due.schedules[0].policy == SavePolicy.auto(**auto, at_steps=(9,))
 
 
 def test_a_config_may_hold_policies(ram_path):
@@ -99,7 +99,7 @@ def test_bytes_and_seconds_may_have_a_unit(make, ram_path):
         assert (manager.budget_bytes, manager.timeout_s) == (3 << 29, 90)
         assert manager.keep == KeepPolicy(every_seconds=21_600, newer_than_s=1_209_600, last=1)
         wanted = SavePolicy.auto(mtbf_hours=100, every_seconds=900)
-        assert manager._saver.due.schedule.policy == wanted
+        assert manager._saver.due.schedules[0].policy == wanted
 
 
 def test_overrides_go_before(make, ram_path):

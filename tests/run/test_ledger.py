@@ -359,7 +359,7 @@ def test_auto_learns_the_mtbf_of_the_job(tmp_path):
         with jaxckpt.CheckpointManager(root, save=policy) as manager:
             manager.save(1, STATE)
             manager.wait_until_finished()
-            schedule = saver_of(manager).due.schedule
+            schedule = saver_of(manager).due.schedules[0]
             found[known] = schedule.costs.mtbf_of(policy), schedule.explanation()
 
     assert found[2][0] == PRIOR_MTBF_S
@@ -374,4 +374,4 @@ def test_a_given_mtbf_is_not_learned(tmp_path):
         manager.save(1, STATE)
         manager.wait_until_finished()
 
-        assert saver_of(manager).due.schedule.costs.mtbf_of(policy) == pytest.approx(18_000)
+        assert saver_of(manager).due.schedules[0].costs.mtbf_of(policy) == pytest.approx(18_000)

@@ -290,7 +290,7 @@ def test_a_policy_by_the_clock_saves_when_it_is_due(tmp_path, local):
     with CheckpointManager(tmp_path / "run", save=save, local=tier) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-        manager._saver.due.schedules[0] = manager._saver.due.schedule.saved(0, now_s=-7200.0)
+        manager._saver.due.schedules[0] = manager._saver.due.schedules[0].saved(0, now_s=-7200.0)
         manager.save(3, state(3))
         manager.save(4, state(4))
         manager.wait_until_finished()
