@@ -73,15 +73,14 @@ def read_leaves(
     if not reads:
         return
     window_bytes = int(budget_bytes * _WINDOW)
-    copies = item.found.storage.server_copies  # of a store's answers, to where they belong
-    most_bytes = window_bytes if copies or any(read.beside for read in reads) else budget_bytes
+    most_bytes = window_bytes if any(read.beside for read in reads) else budget_bytes
     threads = max(1, min(item.found.storage.reads_at_once, most_bytes // MAX_UNIT_BYTES))
     pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
     try:
         for batch in _batches(item, reads, pool, window_bytes):
-            least = copies or isinstance(batch, Regions)
+            least = isinstance(batch, Regions)
             cost = sum(
                 r.total_bytes + min(r.total_bytes, window_bytes) * max(least, r.beside)
                 for r in batch.reads

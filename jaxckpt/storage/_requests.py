@@ -7,7 +7,6 @@ write is sent again only after an error; an earlier try may then have acted.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import os
 import random
@@ -15,10 +14,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, final
+
+import numpy as np
 
 from jaxckpt._core.threads import Threads, daemons
 from jaxckpt.errors import StoreError
@@ -179,26 +180,20 @@ class Requests:
         raise AssertionError
 
     def _hedge(self, call: Callable[[], T], size: int) -> T:
+        """Sends a slow request a second time, if that is allowed; returns the first good answer."""
         started_s = time.monotonic()
-        first = pool().submit(call)
-        with contextlib.suppress(TimeoutError):
-            first.exception(self._patience_s(size))
-        answer = first.result() if first.done() else self._first_of(first, call, size)
+        futures = {pool().submit(call)}
+        if not wait(futures, self._patience_s(size)).done and self._may_hedge(size):
+            futures.add(pool().submit(call))
+        done, _ = wait(futures, return_when=FIRST_COMPLETED)
+        if all(one.exception() for one in done):
+            done, _ = wait(futures)  # the other may still succeed
+        answer = min(done, key=lambda one: one.exception() is not None).result()
         with self._lock:
             peers = self._peers.setdefault(size.bit_length() // 2, deque(maxlen=_PEERS))
             peers.append(time.monotonic() - started_s)
             self._read_bytes += size
         return answer
-
-    def _first_of(self, first: Future[T], call: Callable[[], T], size: int) -> T:
-        """Sends a request a second time, if that is allowed, and returns the first good answer."""
-        futures = {first}
-        if self._may_hedge(size):
-            futures.add(pool().submit(call))
-        done, _ = wait(futures, return_when=FIRST_COMPLETED)
-        if all(one.exception() for one in done):
-            done, _ = wait(futures)  # the other may still succeed
-        return min(done, key=lambda one: one.exception() is not None).result()
 
     def _patience_s(self, size: int) -> float | None:
         """Returns after how many seconds a read is sent again; None if too few peers are known."""
@@ -252,6 +247,31 @@ class Requests:
     def endpoint(self) -> str:
         """Returns the endpoint and its origin, for messages."""
         return endpoint_of(self._scheme, self._bucket, self._settings)
+
+
+def filling(buffers: Sequence[Any]) -> Callable[[Iterable[Any]], int]:
+    """Returns what copies an answer into buffers, one after the other, and returns its bytes.
+
+    Once they are full, a second answer changes nothing: they may be in use by then.
+    """
+    lock, wanted, is_full = threading.Lock(), sum(map(len, buffers)), False
+
+    def fill(pieces: Iterable[Any]) -> int:
+        nonlocal is_full
+        rest, room, size = iter(buffers), np.empty(0, np.uint8), 0
+        for piece in pieces:
+            data = np.frombuffer(piece, np.uint8)
+            with lock:
+                while len(data) and size < wanted and not is_full:
+                    room = room if len(room) else next(rest)
+                    count = min(len(room), len(data))
+                    room[:count] = data[:count]
+                    room, data, size = room[count:], data[count:], size + count
+                if is_full := is_full or size == wanted:
+                    return max(wanted, size + len(data))
+        return size
+
+    return fill
 
 
 def errors() -> Any:
