@@ -15,7 +15,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -78,13 +78,13 @@ ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """A tree taken apart, in the order of `jax.tree_util`, with empty containers; no values."""
+    """A tree in the order of `jax.tree_util`, with empty containers; equal ones store alike."""
 
     paths: Sequence[Path]
-    keys: Sequence[tuple[Any, ...]]  # jax's, of each leaf
-    facts: Sequence[Mapping[str, Any]]  # the other fields of each `Leaf`, shared by leaves alike
+    keys: Sequence[tuple[Any, ...]] = field(compare=False)  # jax's, of each leaf
+    facts: Sequence[Mapping[str, Any]] = field(compare=False)  # the rest of each `Leaf`
     arrays: Sequence[int]  # the indices of the leaves that are stored as arrays
-    root: Node | None  # the containers; None if the tree is one leaf
+    root: Node | None = field(compare=False)  # the containers; None if the tree is one leaf
 
     def leaves(self, stored: Sequence[StoredArray] = ()) -> tuple[Leaf, ...]:
         """Returns the leaves, those with an array with its layout if it is given."""

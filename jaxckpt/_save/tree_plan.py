@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -42,7 +42,7 @@ _MAX_COMPARED_BYTES: Final = 4096  # of an array that is not on the devices of s
 
 @dataclass(frozen=True, kw_only=True)
 class TreePlan:
-    """All facts about a tree that a save needs, except its values."""
+    """All facts about a tree that a save needs, except its values; equal ones write alike."""
 
     flat: Flat
     placed: tuple[jax.sharding.Sharding | None, ...]  # of each array; None for a value on the host
@@ -50,7 +50,7 @@ class TreePlan:
     sources: tuple[Shard, ...]  # the shards with these chunks
     # The small arrays of which each process has its own copy, and process 0 writes its own.
     own: tuple[Shard, ...] = ()
-    custom_metadata: Any = None  # JSON to store with the tree
+    custom_metadata: Any = field(default=None, compare=False)  # JSON to store with the tree
 
     @property
     def array_paths(self) -> list[Path]:

@@ -83,7 +83,7 @@ class Base:
         Args:
             newer: The base of the newest step, which shows what has not changed for two steps.
         """
-        if newer is None or newer.tree is not self.tree:
+        if newer is None or newer.tree != self.tree:
             return
         refs = zip(self.arrays, newer.arrays, strict=True)
         alive = [a is not None and b is not None and a() is b() is not None for a, b in refs]
@@ -272,7 +272,7 @@ def changes_since(
     base: Base | None, tree: TreePlan, values: Sequence[Array], storage: Storage
 ) -> Changes:
     """Finds identical arrays, and compares shards on accelerators, waiting for the result."""
-    if base is not None and base.tree is not tree:
+    if base is not None and base.tree != tree:
         base = None
     asks = base is None or base.age + 1 >= _ASKED_EVERY
     same = [False] * len(tree.sources)

@@ -103,6 +103,27 @@ def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
         assert jaxckpt.verify(ram_path / "run" / str(step)).ok
 
 
+@pytest.mark.parametrize("changes", ["text", "number"])
+def test_what_is_frozen_is_shared_though_a_value_in_the_metadata_changes(ram_path, changes):
+    """A text, or an integer of more than 64 bits; each step has its own."""
+
+    def tree(step):
+        return {"kept": kept, "note": f"step {step}" if changes == "text" else step << 70}
+
+    kept = frozen()
+    with CheckpointManager(ram_path / "run", keep=KeepPolicy(last=9)) as manager:
+        for step in range(1, 5):
+            manager.save(step, tree(step)).result()
+            manager.wait_until_finished()
+
+    files = [files_of(ram_path / "run" / str(step)) for step in range(1, 5)]
+    assert files[0] & files[2]
+    assert files[1] & files[3]
+    assert bytes_in(ram_path / "run") < 2.5 * FROZEN
+    for step in range(1, 5):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), tree(step))
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_weights_of_four_bits_are_shared(ram_path, where, staged, compression):
     """And compressed ones."""
