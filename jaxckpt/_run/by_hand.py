@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from jaxckpt._run import one_step
 from jaxckpt._run.deletion import Deletion
@@ -19,6 +19,8 @@ from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.multihost import Json, Processes, lead
 from jaxckpt.types import Problem, VerifyReport
+
+_WHOLE: Final = names.COMMIT_MARKER, names.RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class ByHand:
                 raise ValueError(f"{root.index.path(step)} is pinned; unpin it first")
 
         def delete(root: Root) -> None:
-            root.index.check_step(step)
+            if not all(root.index.has(step, file) for file in _WHOLE):  # as `check` has just listed
+                root.index.check_step(step)
             root.owner.fence()
             if self.tiers is not None:  # process 0 has ended it, but maybe not this process
                 uploads = self.tiers.uploader.worker
