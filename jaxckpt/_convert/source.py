@@ -19,7 +19,7 @@ from jaxckpt._core.cast import cast, is_floating
 from jaxckpt._core.plain import root_of
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
-from jaxckpt._disk.chunks import LeafRead, Values
+from jaxckpt._disk.chunks import LeafRead, Values, layout_of
 from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import check_current
 from jaxckpt._disk.item import open_tree
@@ -301,7 +301,7 @@ def _read(
             return part, inline[part.leaf][part.box.slices]
         source = sources[part.leaf]
         dtype = _read_dtype(source, copies[part.leaf])
-        return part, LeafRead(leaf=source, boxes=(part.box,), dtype=dtype)
+        return part, LeafRead(source, layout_of(source.array, (part.box,), dtype))
 
     try:
         with closing(read_stream(saved, map(request, parts), budget_bytes=_BUDGET_BYTES)) as stream:

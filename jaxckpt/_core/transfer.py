@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -183,50 +184,50 @@ def boxes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple
     return tuple(dict.fromkeys(_box.from_index(index or (), shape) for index in indices))
 
 
-def to_device(
-    buffers: Mapping[Box, np.ndarray[Any, Any]],
-    sharding: jax.sharding.Sharding,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-) -> jax.Array:
-    """Makes a jax.Array of this process's shards, inside `placing`.
+def to_device(buffers: Sequence[np.ndarray[Any, Any]], alike: PlacedAlike) -> jax.Array:
+    """Makes a jax.Array of the shards in `boxes_here`, inside `placing`.
 
     The buffers must not change afterwards.
     """
+    if alike.aval is not None and buffers[0].dtype == alike.dtype:  # as all of them
+        return alike.put(alike.aval, alike.sharding, alike.pick(buffers), alike.devices)
     import jax
 
+    sharding, shape, dtype = alike.sharding, alike.shape, alike.dtype
     if not buffers:  # all shards are on devices of other processes
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    alike = _placed_alike(sharding, shape, dtype)
-    shards = [*map(buffers.__getitem__, alike.boxes)]
-    if alike.aval is not None and shards[0].dtype == dtype:  # as all of them
-        return alike.put(alike.aval, sharding, shards, alike.devices)
+    parts = dict(zip(boxes_here(sharding, shape), buffers, strict=True))
     value = jax.make_array_from_callback(
-        shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
+        shape, sharding, lambda index: parts[_box.from_index(index or (), shape)], dtype
     )
     alike.aval = None if alike.put is None else value.aval
     return value
 
 
 @dataclass(slots=True)
-class _PlacedAlike:
-    """The facts that arrays of one sharding, shape and dtype share, once there is one."""
+class PlacedAlike:
+    """The facts that arrays of one sharding, shape and dtype share."""
 
-    boxes: list[Box]  # of each device
+    sharding: jax.sharding.Sharding
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    pick: Callable[[Sequence[Any]], Any]  # returns the shard of each device
     devices: list[Any]
     put: Any  # the call of jaxlib in which jax's own functions end; None if it lacks that
-    aval: Any = None
+    aval: Any = None  # once there is one
 
 
 @lru_cache(maxsize=1 << 12)
-def _placed_alike(
+def placed_alike(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> _PlacedAlike:
+) -> PlacedAlike:
     from jaxlib import xla_client
 
-    indices = sharding.addressable_devices_indices_map(shape)
-    boxes = [_box.from_index(index or (), shape) for index in indices.values()]
-    return _PlacedAlike(boxes, [*indices], getattr(xla_client, "batched_device_put", None))
+    indices, here = sharding.addressable_devices_indices_map(shape), boxes_here(sharding, shape)
+    order = [here.index(_box.from_index(index or (), shape)) for index in indices.values()]
+    pick = itemgetter(*order) if len(order) > 1 else tuple
+    put = getattr(xla_client, "batched_device_put", None)
+    return PlacedAlike(sharding, shape, dtype, pick, [*indices], put)
 
 
 def in_layout(value: jax.Array, layout: Any) -> jax.Array:

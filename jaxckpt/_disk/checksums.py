@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +28,10 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
     """Yields the index of each array's first checksum in the file; last, their total number."""
-    start = 0
-    for stored in arrays:
-        yield start
-        is_one = stored.unit_shape == stored.shape and 0 not in stored.shape
-        start += 1 if is_one else math.prod(grid_of(stored.shape, stored.unit_shape))
-    yield start
+    arrays = list(arrays)
+    distinct = {id(stored): stored for stored in arrays}  # those that are alike often share one
+    count = {key: math.prod(grid_of(x.shape, x.unit_shape)) for key, x in distinct.items()}
+    return accumulate(map(count.__getitem__, map(id, arrays)), initial=0)
 
 
 def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:

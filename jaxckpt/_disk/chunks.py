@@ -11,12 +11,13 @@ The nodes of the OCDBT tree record where a chunk lies; `format.arrays` describes
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, repeat
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,7 +40,6 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.arrays import (
     CRC_BYTES,
-    CRC_WITH_ITSELF,
     checksum,
     chunk_key,
     decode_metadata,
@@ -50,6 +50,7 @@ from jaxckpt.format.arrays import (
 from jaxckpt.format.names import ZARR3
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, grid_of
+from jaxckpt.storage._values import Places
 
 # One read takes adjacent chunks up to these limits: the second is a quarter of what `preadv` takes.
 _RUN_BYTES: Final = 8 << 20
@@ -57,7 +58,7 @@ _RUN_CHUNKS: Final = 256
 DECODED: Final = 2  # TensorStore holds the stored bytes too
 
 Values = np.ndarray[Any, Any]
-Buffers = dict[Box, Values]
+Buffers = Sequence[Values]  # one for each box
 Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
 Landed = Callable[[int], object]  # takes a number of bytes read, in the caller's thread
 
@@ -77,39 +78,44 @@ class Unit(NamedTuple):
 class Layout:
     """The facts that leaves share which are stored alike and read alike."""
 
-    boxes: tuple[Box, ...]
-    dtype: np.dtype[Any]
-    places: tuple[tuple[Box, tuple[int, ...], int], ...]  # box, shape and start of each buffer
+    boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
+    dtype: np.dtype[Any]  # of the host buffers
+    total_bytes: int  # of the buffers
+    places: tuple[tuple[tuple[int, ...], int], ...]  # shape and start of each buffer
     room: int  # bytes of that memory
     metadata: bytes  # of the array, as we write it
     chunks: int  # that are read, with repetitions
+    beside: int  # how often `total_bytes` is held beside the buffers; `DECODED` if decoded
     parts: tuple[Unit, ...] | None  # None if there are many, or if they are not stored so
 
-    def buffer(self, memory: Values, at: int, i: int) -> Values:
-        """Returns the buffer of a box, in memory where that of the leaf begins at `at`."""
-        return np.ndarray(self.places[i][1], self.dtype, memory, at + self.places[i][2])
+    def buffer(self, memory: Values, first: int, i: int) -> Values:
+        """Returns the buffer of a box, in memory where that of the leaf begins at `first`."""
+        shape, start = self.places[i]
+        return np.ndarray(shape, self.dtype, memory, first + start)
 
-    def buffers(self, memory: Values, at: int = 0) -> Buffers:
-        places, dtype = self.places, self.dtype
-        return {box: np.ndarray(shape, dtype, memory, at + start) for box, shape, start in places}
+    def buffers(self, memory: Values, first: int = 0, count: int = 1) -> Iterator[Buffers]:
+        """Yields the buffers of leaves, one behind the other, by way of an array of all."""
+        columns: list[list[Values]] = []
+        for i, (shape, start) in enumerate(self.places):
+            steps = (self.room, *self.buffer(memory, first, i).strides)
+            every = np.ndarray((count, *shape), self.dtype, memory, first + start, steps)
+            columns.append([*every] if shape else [every[n, ...] for n in range(count)])
+        return zip(*columns, strict=True) if columns else repeat((), count)
 
 
 @lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
-def _layout(
-    stored: StoredArray, boxes: tuple[Box, ...], dtype: np.dtype[Any]
-) -> tuple[Layout, int, int]:
-    """Returns a layout, the bytes of the buffers, and how many times they are read beside them."""
+def layout_of(stored: StoredArray, boxes: tuple[Box, ...], dtype: np.dtype[Any]) -> Layout:
+    """Returns how to read the parts in some boxes of arrays that are stored alike."""
     sizes = [box.size * dtype.itemsize for box in boxes]
     *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
-    places = tuple((box, box.shape, start) for box, start in zip(boxes, starts, strict=True))
-    chunks = count_chunks(stored.chunk_shape, boxes)
-    layout = Layout(boxes, dtype, places, room, encode_zarr3(stored), chunks, parts=None)
-    if stored.zstd is not None:
-        return layout, sum(sizes), DECODED
-    if count_chunks(stored.unit_shape, boxes) > MAX_KEPT_CHUNKS:
-        return layout, sum(sizes), 1
-    layout = replace(layout, parts=(parts := tuple(units_read(layout, stored))))
-    return layout, sum(sizes), int(any(part.start is None for part in parts))
+    chunks, metadata = count_chunks(stored.chunk_shape, boxes), encode_zarr3(stored)
+    beside = 1 if stored.zstd is None else DECODED
+    places = tuple((box.shape, start) for box, start in zip(boxes, starts, strict=True))
+    layout = Layout(boxes, dtype, sum(sizes), places, room, metadata, chunks, beside, None)
+    if beside == DECODED or count_chunks(stored.unit_shape, boxes) > MAX_KEPT_CHUNKS:
+        return layout
+    parts = tuple(units_read(layout, stored))
+    return replace(layout, beside=int(any(part.start is None for part in parts)), parts=parts)
 
 
 def units_read(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
@@ -139,61 +145,47 @@ def _start(layout: Layout, plan: ChunkRead) -> int | None:
     first = sum(side.start * step for side, step in zip(where[:-1], steps, strict=False))
     last = sum((side.stop - 1) * step for side, step in zip(where[:-1], steps, strict=False))
     is_one_piece = last - first + 1 == plan.count
-    return layout.places[target][2] + first * layout.dtype.itemsize if is_one_piece else None
+    return layout.places[target][1] + first * layout.dtype.itemsize if is_one_piece else None
 
 
-@dataclass(slots=True, kw_only=True)
-class LeafRead:
+class LeafRead(NamedTuple):
     """One leaf to read."""
 
     leaf: Leaf
-    boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
-    dtype: np.dtype[Any]  # of the host buffers
-    layout: Layout = field(init=False)
-    total_bytes: int = field(init=False)  # of the buffers
-    beside: int = field(init=False)  # how often that is held beside them; `DECODED` if decoded
+    layout: Layout
 
-    def __post_init__(self) -> None:
-        facts = _layout(self.leaf.array, self.boxes, self.dtype)
-        self.layout, self.total_bytes, self.beside = facts
+
+def layouts(reads: Sequence[LeafRead]) -> Mapping[Layout, int]:
+    """Returns how many leaves have each layout."""
+    return Counter(map(attrgetter("layout"), reads))
+
+
+def total_bytes(reads: Sequence[LeafRead]) -> int:
+    """Returns the bytes of all buffers."""
+    return sum(layout.total_bytes * n for layout, n in layouts(reads).items())
 
 
 def make_memory(item: Item, *reads: LeafRead) -> Values:
     """Allocates the buffers of all wanted parts of some leaves, one after the other."""
     try:
-        return empty(sum(read.layout.room for read in reads))
+        return empty(sum(layout.room * n for layout, n in layouts(reads).items()))
     except MemoryError as error:
-        read = max(reads, key=lambda read: read.total_bytes)
+        read = max(reads, key=lambda read: read.layout.total_bytes)
         raise MemoryError(
             f"leaf {read.leaf.text} of {item.path}: this host cannot allocate "
-            f"{read.total_bytes} bytes. Restore it in shards, or skip this leaf."
+            f"{read.layout.total_bytes} bytes. Restore it in shards, or skip this leaf."
         ) from error
 
 
-class ChunkJob(NamedTuple):  # there may be a million, and dataclasses take three times as long
-    """One chunk, or inner chunk, to read and check."""
-
-    read: LeafRead
-    at: int  # where the memory of the leaf begins
-    part: Unit
-    file: str  # where its bytes begin; their checksum follows them
-    offset: int
-    wanted: int | None  # the checksum that it was written with, if recorded
-
-    @property
-    def size(self) -> int:
-        return self.part.size
-
-    @property
-    def key(self) -> str:
-        return self.read.leaf.prefix + self.part.suffix
+# The columns of a table of chunks, or inner chunks, to read and check.
+_READ, _PART, _SOURCE, _OFFSET, _SIZE, _AT, _SUM = range(7)
 
 
 class Chunks:
     """Leaves that jaxckpt wrote, read together into one piece of memory.
 
     Args:
-        places: Where the value of each key of the database lies, or the value.
+        places: Where the values of the database lie, or the values.
         sums: The checksums that the chunks were written with, if recorded.
     """
 
@@ -201,62 +193,68 @@ class Chunks:
         self,
         item: Item,
         reads: Sequence[LeafRead],
-        places: Mapping[str, Place | bytes],
+        places: Places,
         sums: Mapping[str, Sums] | None,
         pool: Pool,
     ) -> None:
         self.reads = reads
         self._item, self._places, self._sums, self._pool = item, places, sums, pool
         self._storage = item.found.storage
-        self._memory: Values | None = None
-        self._buffers: deque[Buffers] = deque()
+        self._buffers: dict[Layout, Iterator[Buffers]] = {}
+        self._parts: dict[Layout, Sequence[Unit]] = {}
+        self._described: set[tuple[object, StoredArray]] = set()  # metadata that fits, of others
         self._failures: dict[int, Exception] = {}  # the first of each leaf, by `id` of the leaf
         self._under_way: list[Future[None]] = []
 
     def start(self) -> None:
         """Makes the buffers and starts to fill them; `finish` reports errors."""
-        jobs, at = [], 0
         try:
-            memory = self._memory = make_memory(self._item, *self.reads)
+            memory = make_memory(self._item, *self.reads)
         except MemoryError as error:
             for read in self.reads:
                 self._note(read.leaf, error)
             return
-        for read in self.reads:
-            try:
-                jobs += self._plan(read, at, memory)
-            except (CheckpointError, OSError) as error:
-                self._note(read.leaf, error)
-            at += read.layout.room
-        self._under_way = [self._pool.submit(self._read_run, one, memory) for one in adjacent(jobs)]
+        alike: dict[Layout, list[int]] = {}
+        for i, read in enumerate(self.reads):
+            alike.setdefault(read.layout, []).append(i)
+        tables, at = [], 0
+        for layout, some in alike.items():
+            tables.append(self._plan(layout, some, at))
+            self._buffers[layout] = layout.buffers(memory, at, len(some))
+            at += layout.room * len(some)
+        jobs = np.concatenate(tables)
+        for number in np.unique(jobs[:, _SOURCE]).tolist():
+            some = jobs[jobs[:, _SOURCE] == number]
+            if isinstance(source := self._places.sources[number], bytes):
+                self._take_inline(some, source, memory)
+                continue
+            self._under_way += [
+                self._pool.submit(self._read_run, some[run], f"{self._item.path}/{source}", memory)
+                for run in adjacent(some[:, _OFFSET], some[:, _SIZE])
+            ]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         """Waits for the reads, and yields the buffers of each good leaf."""
-        size = sum(read.total_bytes for read in self.reads)
+        size = total_bytes(self.reads)
         for i, one in enumerate(self._under_way):
             one.result()
             part = size // (len(self._under_way) - i)  # an estimate: they differ little
             landed(part)
             size -= part
         self._under_way.clear()
-        at = 0
-        if (memory := self._memory) is not None:
-            for read in self.reads:
-                self._buffers.append(read.layout.buffers(memory, at))
-                at += read.layout.room
-        memory = self._memory = None  # it lives as long as one of the arrays in it
         for read in self.reads:
             if (error := self._failures.get(id(read.leaf))) is not None:
                 failed(read, blame(self._item, read.leaf, error))
                 if self._buffers:  # none if there was no memory
-                    self._buffers.popleft()
+                    next(self._buffers[read.layout])
                 continue
-            yield self._buffers.popleft()
+            yield next(self._buffers[read.layout])
+        self.drop()  # so that the memory lives as long as one of the arrays in it
 
     def drop(self) -> None:
         """Releases the buffers."""
         self._buffers.clear()
-        self._memory = None
+        self._parts.clear()
 
     def _note(self, leaf: Leaf, error: Exception) -> None:
         """Records the first error of a leaf; several threads read leaves."""
@@ -264,12 +262,12 @@ class Chunks:
             error.add_note(f"while reading leaf {leaf.text}")
         self._failures.setdefault(id(leaf), error)
 
-    def _check_described(self, leaf: Leaf, key: str) -> None:
+    def _check_described(self, leaf: Leaf, data: object) -> None:
         """Compares the array's own metadata, which Orbax uses, with the tree."""
-        data, file = self._places.get(key), f'{self._item.path}: "{key}"'
-        if _describes(data, leaf.array):
+        if (data, leaf.array) in self._described:
             return
-        if not isinstance(data, bytes):
+        file = f'{self._item.path}: "{leaf.prefix}{ZARR3}"'
+        if not isinstance(data, bytes) or not data:
             raise bad_leaf(leaf, file, "its array metadata is missing")
         try:
             described = decode_metadata(data, 3, leaf=leaf.text, file=file)
@@ -281,51 +279,55 @@ class Chunks:
         if described != leaf.array:
             problem = f"its array metadata has {described}, the tree has {leaf.array}"
             raise bad_leaf(leaf, file, problem)
+        self._described.add((data, leaf.array))
 
-    def _plan(self, read: LeafRead, at: int, memory: Values) -> list[ChunkJob]:
-        """Returns the reads for one leaf. Chunks that lie in a node are put in place at once.
+    def _plan(self, layout: Layout, some: Sequence[int], at: int) -> Values:
+        """Returns the chunks of some good leaves that are alike; their memory begins at `at`."""
+        leaves = [self.reads[i].leaf for i in some]
+        parts = self._parts[layout] = layout.parts or (*units_read(layout, leaves[0].array),)
+        prefixes = [leaf.prefix for leaf in leaves]
+        rows = self._places.find(prefixes, [ZARR3, *(part.suffix for part in parts)])
+        table = np.full((len(leaves), len(parts), 7), -1)
+        found = self._places.table[rows[:, 1:]]
+        begins = np.arange(len(leaves))[:, None] * layout.room + at
+        inside = [-1 if part.start is None else part.start for part in parts]
+        table[..., _READ], table[..., _PART] = np.array(some)[:, None], range(len(parts))
+        table[..., _SOURCE], table[..., _OFFSET] = found[..., 0], found[..., 1]
+        table[..., _SIZE] = [part.size for part in parts]
+        table[..., _AT] = np.where(np.array(inside) < 0, -1 - begins, begins + inside)
+        if self._sums is not None:
+            sums = np.concatenate([self._sums[prefix] for prefix in prefixes])
+            table[..., _SUM] = sums.reshape(len(leaves), -1)[:, [part.unit for part in parts]]
+        is_odd = (found[..., 2] != table[..., _SIZE] + CRC_BYTES).any(axis=1)
+        is_odd |= [data != layout.metadata for data in self._places.at(rows[:, 0])]
+        is_odd |= leaves[0].array.inner_shape is not None
+        is_good = np.ones(len(leaves), bool)
+        for i in is_odd.nonzero()[0].tolist():
+            try:
+                self._look(leaves[i], parts, rows[i], table[i])
+            except (CheckpointError, OSError) as error:
+                self._note(leaves[i], error)
+                is_good[i] = False
+        return table[is_good].reshape(-1, table.shape[-1])
 
-        Raises:
-            CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
-        """
-        leaf, layout, path, places = read.leaf, read.layout, self._item.path, self._places
-        prefix, stored, view, jobs = leaf.prefix, leaf.array, memoryview(memory), []
-        if places.get(prefix + ZARR3) != layout.metadata:
-            self._check_described(leaf, prefix + ZARR3)
-        sums = None if self._sums is None else self._sums[prefix]
+    def _look(self, leaf: Leaf, parts: Sequence[Unit], rows: Values, table: Values) -> None:
+        """Finds the inner chunks of a leaf, if any; raises CorruptCheckpoint if it is bad."""
         inner: dict[str, list[Place]] = {}
-        for part in units_read(layout, stored) if layout.parts is None else layout.parts:
-            suffix, at_inner, unit, nbytes, start, _ = part
-            key = prefix + suffix
-            place: Place | bytes | None = places.get(key)
-            if (
-                isinstance(place, bytes)
-                and start is not None
-                and at_inner is None
-                and len(place) == nbytes + CRC_BYTES
-                and checksum(place) == CRC_WITH_ITSELF
-                and (sums is None or int.from_bytes(place[nbytes:], "little") == sums[unit])
-            ):  # at once, since there may be a million
-                view[at + start : at + start + nbytes] = place[:nbytes]
-                continue
-            if place is None:
+        described, *places = self._places.at(rows)
+        self._check_described(leaf, described)
+        for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+            key, path = leaf.prefix + part.suffix, self._item.path
+            if rows[i + 1] < 0:
                 raise bad_leaf(leaf, path, f'chunk "{key}" is missing')
-            if at_inner is not None:
+            if part.inner is not None:
                 if key not in inner:
                     inner[key] = self._inner_places(leaf, key, place)
-                place = inner[key][at_inner]
-            file, offset, size = ("", 0, len(place)) if isinstance(place, bytes) else place
-            if size != nbytes + CRC_BYTES:
-                what = f'chunk "{key}" has {size} bytes, expected {nbytes + CRC_BYTES}'
+                place = inner[key][part.inner]
+                table[i, _OFFSET] = place.offset
+            file, size = ("", len(place)) if isinstance(place, bytes) else (place.file, place.size)
+            if size != part.size + CRC_BYTES:
+                what = f'chunk "{key}" has {size} bytes, expected {part.size + CRC_BYTES}'
                 raise bad_leaf(leaf, f"{path}/{file}" if file else path, what)
-            wanted = None if sums is None else int(sums[unit])
-            job = ChunkJob(read, at, part, file, offset, wanted)
-            if isinstance(place, bytes):
-                crc, data = place[nbytes:], np.frombuffer(place, np.uint8, nbytes)
-                self._take(job, data, int.from_bytes(crc, "little"), path, memory)
-            else:
-                jobs.append(job)
-        return jobs
 
     def _inner_places(self, leaf: Leaf, key: str, place: Place | bytes) -> list[Place]:
         """Returns the place of each inner chunk of a chunk, in order."""
@@ -337,83 +339,92 @@ class Chunks:
             path = f"{self._item.path}/{place.file}"
             raise bad_leaf(leaf, path, f'chunk "{key}": {error}') from error
 
-    def _read_run(self, run: list[ChunkJob], memory: Values) -> None:
-        leaf, file = run[0].read.leaf, f"{self._item.path}/{run[0].file}"
-        crcs, outs, both = np.empty((len(run), CRC_BYTES), np.uint8), [], []
+    def _take_inline(self, jobs: Values, source: bytes, memory: Values) -> None:
+        """Checks chunks that lie in a node, and puts them in their place."""
+        begins, ends = jobs[:, _OFFSET].tolist(), (jobs[:, _OFFSET] + jobs[:, _SIZE]).tolist()
+        data = [source[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        crcs = b"".join([source[end : end + CRC_BYTES] for end in ends])
+        view = memoryview(memory)
+        for at, values in zip(jobs[:, _AT].tolist(), data, strict=True):
+            if at >= 0:
+                view[at : at + len(values)] = values
+        self._take(jobs, data, crcs, self._item.path, memory)
+
+    def _read_run(self, jobs: Values, file: str, memory: Values) -> None:
+        crcs = np.empty((len(jobs), CRC_BYTES), np.uint8)
+        leaf = self.reads[jobs[0, _READ]].leaf
         try:
-            for (_, at, part, _, _, _), crc in zip(run, crcs, strict=True):
-                if part.start is None:
-                    outs.append(np.empty(part.size, np.uint8))
-                else:
-                    outs.append(memory[at + part.start :][: part.size])
-                both += outs[-1], crc
-            self._storage.read_into(file, run[0].offset, both)
+            data = [
+                np.empty(size, np.uint8) if at < 0 else memory[at : at + size]
+                for at, size in jobs[:, [_AT, _SIZE]].tolist()
+            ]
+            both = [*chain.from_iterable(zip(data, crcs, strict=True))]
+            self._storage.read_into(file, int(jobs[0, _OFFSET]), both)
         except (OSError, EOFError, MemoryError) as error:
             if isinstance(error, StoreError):  # each chunk alone would take as long to fail
-                for job in run:
-                    self._note(job.read.leaf, error)
-            elif len(run) > 1:  # find the chunk that fails
-                for job in run:
-                    self._read_run([job], memory)
+                for number in jobs[:, _READ].tolist():
+                    self._note(self.reads[number].leaf, error)
+            elif len(jobs) > 1:  # find the chunk that fails
+                for i in range(len(jobs)):
+                    self._read_run(jobs[i : i + 1], file, memory)
             elif isinstance(error, MemoryError) or is_io_failure(error):
                 self._note(leaf, error)
             else:
-                what = f'chunk "{run[0].key}" cannot be read: {error}'
+                what = f'chunk "{self._key(jobs[0])}" cannot be read: {error}'
                 self._note(leaf, bad_leaf(leaf, file, what))
             return
-        stored = crcs.view("<u4").ravel().tolist()
-        for job, out, crc in zip(run, outs, stored, strict=True):
-            self._take(job, out, crc, file, memory)
+        self._take(jobs, data, crcs, file, memory)
 
-    def _take(self, job: ChunkJob, data: Values, crc: int, file: str, memory: Values) -> None:
-        """Checks the bytes of a chunk, and divides them unless they are in place."""
-        leaf, part, layout = job.read.leaf, job.part, job.read.layout
-        if (found := checksum(data)) != crc:
-            what = f'checksum mismatch in chunk "{job.key}": stored {crc:#010x}'
-            what = f"is damaged: {what}, computed {found:#010x}. Restore an older checkpoint."
-            self._note(leaf, bad_leaf(leaf, file, what))
-        elif job.wanted not in (None, found):
-            self._note(leaf, another_chunk(leaf, job.key, file))
-        elif part.start is None:
-            stored = leaf.array
-            chunk = data.view(dtype_of(stored.dtype)).reshape(stored.unit_shape)
-            try:
-                for target, where, some in part.plan.parts:
-                    out = layout.buffer(memory, job.at, target)[where]
-                    out[...] = cast(chunk[some], out.dtype, leaf=leaf.text, where=self._item.path)
-            except TreeMismatch as error:
-                self._note(leaf, error)
+    def _take(
+        self, jobs: Values, data: Sequence[Any], crcs: Any, file: str, memory: Values
+    ) -> None:
+        """Checks the bytes of chunks, and divides those that are not in place."""
+        stored, wanted = np.frombuffer(crcs, "<u4").tolist(), jobs[:, _SUM].tolist()
+        for i, (values, crc, want) in enumerate(zip(data, stored, wanted, strict=True)):
+            if (found := checksum(values)) == crc and want in (-1, found):
+                continue
+            leaf, key = self.reads[jobs[i, _READ]].leaf, self._key(jobs[i])
+            error = another_chunk(leaf, key, file)
+            if found != crc:
+                what = f'checksum mismatch in chunk "{key}": stored {crc:#010x}'
+                what = f"is damaged: {what}, computed {found:#010x}. Restore an older checkpoint."
+                error = bad_leaf(leaf, file, what)
+            self._note(leaf, error)
+        for job, values in zip(jobs.tolist() if jobs[:, _AT].min() < 0 else (), data, strict=False):
+            if job[_AT] < 0:
+                self._divide(job, values, memory)
+
+    def _divide(self, job: Sequence[int], data: Any, memory: Values) -> None:
+        (leaf, layout), stored = self.reads[job[_READ]], self.reads[job[_READ]].leaf.array
+        chunk = np.frombuffer(data, dtype_of(stored.dtype)).reshape(stored.unit_shape)
+        try:
+            for target, where, some in self._parts[layout][job[_PART]].plan.parts:
+                out = layout.buffer(memory, -1 - job[_AT], target)[where]
+                out[...] = cast(chunk[some], out.dtype, leaf=leaf.text, where=self._item.path)
+        except TreeMismatch as error:
+            self._note(leaf, error)
+
+    def _key(self, job: Sequence[int]) -> str:
+        leaf, layout = self.reads[job[_READ]]
+        return leaf.prefix + self._parts[layout][job[_PART]].suffix
 
 
-def adjacent(jobs: Sequence[Any], *, after: int = CRC_BYTES) -> Iterator[list[Any]]:
-    """Yields what is adjacent in a file, with `after` bytes behind each, to be read together."""
-    run: list[Any] = []
-    size, end = 0, ("", 0)
-    for job in sorted(jobs, key=operator.attrgetter("file", "offset")):
-        taken, here = job.size + after, (job.file, job.offset)
-        if run and (here != end or len(run) >= _RUN_CHUNKS or size + taken > _RUN_BYTES):
-            yield run
-            run, size = [], 0
-        run.append(job)
-        size, end = size + taken, (job.file, job.offset + taken)
-    if run:
-        yield run
+def adjacent(
+    offsets: Values, sizes: Values, *, after: int = CRC_BYTES
+) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Yields the indices of what is adjacent in a file, with `after` bytes behind each."""
+    order = np.argsort(offsets, kind="stable")
+    begins, ends = offsets[order], (offsets + sizes + after)[order]
+    breaks = (begins[1:] != ends[:-1]).nonzero()[0] + 1
+    for start, stop in pairwise([0, *breaks.tolist(), len(order)]):
+        while start < stop:
+            fits = int(np.searchsorted(ends[start:stop], begins[start] + _RUN_BYTES, "right"))
+            end = start + max(1, min(fits, _RUN_CHUNKS))
+            yield order[start:end]
+            start = end
 
 
 def another_chunk(leaf: Leaf, key: str, file: str) -> CorruptCheckpoint:
     """Returns the error for an undamaged chunk that belongs elsewhere."""
     what = f'chunk "{key}" is not the one that was written there. Restore an older checkpoint.'
     return bad_leaf(leaf, file, what)
-
-
-@lru_cache(maxsize=1 << 10)  # many arrays have the same metadata
-def _describes(data: object, stored: StoredArray) -> bool:
-    """Returns whether metadata that TensorStore wrote for us describes an array."""
-    try:
-        return (
-            isinstance(data, bytes)
-            and decode_metadata(data, 3, leaf="", file="") == stored
-            and has_our_codecs(data, file="")
-        )
-    except CorruptCheckpoint:
-        return False

@@ -142,7 +142,7 @@ def missing_database(path: str) -> CorruptCheckpoint:
 
 def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, database: bool) -> None:
     file = f"{path}/{names.TREE_METADATA}"
-    on_disk = [(leaf, leaf.array) for leaf in saved.leaves if leaf.has_array]
+    on_disk = [(leaf, leaf.stored or leaf.array) for leaf in saved.leaves if leaf.has_array]
     # Leaves that `_METADATA` describes alike share one object: each description is checked once.
     for leaf, stored in {id(stored): (leaf, stored) for leaf, stored in on_disk}.values():
         if problem := arrays.leaf_problem(leaf, stored):

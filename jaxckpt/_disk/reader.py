@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt._core.plan import plan_chunks
 from jaxckpt._core.threads import Pool
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.chunks import DECODED, Buffers, Chunks, Failed, Landed, LeafRead, Values
+from jaxckpt._disk.chunks import DECODED, Buffers, Chunks, Failed, Landed, LeafRead, Values, layouts
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item, reader_of
 from jaxckpt._disk.regions import Regions
@@ -26,7 +26,7 @@ from jaxckpt.errors import damaged
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
 from jaxckpt.format.names import OCDBT_MANIFEST, ZARR3
 from jaxckpt.format.tree import bad_leaf
-from jaxckpt.storage._values import find_values
+from jaxckpt.storage._values import Places, find_values
 
 # How many arrays to open ahead of the array being read.
 _OPEN_AHEAD: Final = 64
@@ -73,7 +73,7 @@ def read_leaves(
     if not reads:
         return
     window_bytes = int(budget_bytes * _WINDOW)
-    most_bytes = window_bytes if any(read.beside for read in reads) else budget_bytes
+    most_bytes = window_bytes if any(x.beside for x in layouts(reads)) else budget_bytes
     threads = max(1, min(item.found.storage.reads_at_once, most_bytes // MAX_UNIT_BYTES))
     pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
@@ -82,8 +82,8 @@ def read_leaves(
         for batch in _batches(item, reads, pool, window_bytes):
             least = isinstance(batch, Regions)
             cost = sum(
-                r.total_bytes + min(r.total_bytes, window_bytes) * max(least, r.beside)
-                for r in batch.reads
+                n * (x.total_bytes + min(x.total_bytes, window_bytes) * max(least, x.beside))
+                for x, n in layouts(batch.reads).items()
             )
             while started and in_flight + cost > budget_bytes:
                 yield from started[0][1].finish(failed, landed)
@@ -113,7 +113,7 @@ def check_here(item: Item, reads: Sequence[LeafRead]) -> None:
     for read in reads:
         stored = read.leaf.array
         least_bytes = least_stored(stored, math.prod(stored.chunk_shape))
-        for plan in plan_chunks(stored.chunk_shape, read.boxes):
+        for plan in plan_chunks(stored.chunk_shape, read.layout.boxes):
             if (key := read.leaf.prefix + chunk_key(plan.index)) not in there:
                 lacking.append(key)
             elif (size := _size_of(there[key])) < least_bytes:
@@ -156,7 +156,7 @@ def _batches(
         for group in grouped_reads(reads, min(BATCH_BYTES, window_bytes), may_group):
             if item.tensors is not None:
                 ahead.append(Tensors(item, group, pool))
-            elif places is not None and group[0].beside < DECODED:
+            elif places is not None and group[0].layout.beside < DECODED:
                 ahead.append(Chunks(item, group, places, sums, pool))
             else:
                 reader = reader or reader_of(item.found, item.path, database=item.database)
@@ -174,8 +174,9 @@ def grouped_reads(
     group: list[LeafRead] = []
     size = 0
     for read in reads:
-        alone = not may_group or read.beside == DECODED
-        full = size + read.total_bytes > most_bytes or len(group) >= _BATCH_LEAVES
+        size_bytes, beside = read.layout.total_bytes, read.layout.beside
+        alone = not may_group or beside == DECODED
+        full = size + size_bytes > most_bytes or len(group) >= _BATCH_LEAVES
         if group and (alone or full):
             yield group
             group, size = [], 0
@@ -183,19 +184,19 @@ def grouped_reads(
             yield [read]
             continue
         group.append(read)
-        size += read.total_bytes
+        size += size_bytes
     if group:
         yield group
 
 
-def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
+def _places(item: Item, reads: Sequence[LeafRead]) -> Places | None:
     """Returns where the values lie that are read; None if only TensorStore finds them."""
     if not (item.ours and item.database):
         return None
-    plain = [read for read in reads if read.beside < DECODED]
+    plain = [read for read in reads if read.layout.beside < DECODED]
     if not plain:
         return None
-    wanted = sum(1 + read.layout.chunks for read in plain)
+    wanted = len(plain) + sum(n * x.chunks for x, n in layouts(plain).items())
     most, keys = int(wanted / _WORTH_LOOKING), _keys(plain)
     return find_values(item.found.storage, item.path, max_keys=most, wanted=keys)
 
@@ -204,7 +205,7 @@ def _keys(reads: Sequence[LeafRead]) -> Iterator[str]:
     for read in reads:
         prefix = read.leaf.prefix
         yield prefix + ZARR3
-        for plan in plan_chunks(read.leaf.array.chunk_shape, read.boxes):
+        for plan in plan_chunks(read.leaf.array.chunk_shape, read.layout.boxes):
             yield prefix + chunk_key(plan.index)
 
 
@@ -224,7 +225,7 @@ def read_stream(
         reads = [part for _, part in some if isinstance(part, LeafRead)]
         with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
             for key, part in some:
-                yield key, next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
+                yield key, next(buffers)[0] if isinstance(part, LeafRead) else part
 
 
 def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:

@@ -32,10 +32,10 @@ class Regions:
 
     def __init__(self, item: Item, read: LeafRead, reader: Any, window_bytes: int) -> None:
         self.reads = (read,)
-        self._item, self._read = item, read
+        self._item, self._read, self._layout = item, read, read.layout
         self._stored = read.leaf.array
         self._dtype = dtype_of(self._stored.dtype)
-        self._buffers: list[np.ndarray[Any, Any]] = []
+        self._buffers: Buffers = ()
         self._tasks: Iterator[_Task] = iter(())
         self._pending: deque[_Task] = deque()
         self._window_bytes = window_bytes
@@ -47,7 +47,7 @@ class Regions:
             read.leaf.prefix,
             item.tree.zarr_version,
             fill_missing=fill,
-            touches=partial(_touches, self._stored.chunk_shape, read.boxes),
+            touches=partial(_touches, self._stored.chunk_shape, read.layout.boxes),
         )
 
     def start(self) -> None:
@@ -66,17 +66,17 @@ class Regions:
                 for call in calls:
                     call()
                 self._under_way -= size
-                landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
+                landed(size * self._layout.dtype.itemsize // self._dtype.itemsize)
                 self._fill_window()
         except (ValueError, OSError) as error:
             failed(self._read, blame(self._item, self._read.leaf, error))
             return
-        buffers, self._buffers = self._buffers, []
-        yield dict(zip(self._read.boxes, buffers, strict=True))
+        buffers, self._buffers = self._buffers, ()
+        yield buffers
 
     def drop(self) -> None:
         self._pending.clear()
-        self._buffers.clear()
+        self._buffers = ()
 
     def _fill_window(self) -> None:
         """Starts reads while they fit into the window; at least one is always in flight."""
@@ -101,22 +101,22 @@ class Regions:
                 f"{self._stored.unit_shape}"
             )
         self._try_chunk()
-        refuse_others(self._item, self._reader, self._read.leaf, self._read.boxes)
+        refuse_others(self._item, self._reader, self._read.leaf, self._layout.boxes)
         memory = make_memory(self._item, self._read)
-        self._buffers = [*self._read.layout.buffers(memory).values()]
-        boxes = [box for box in self._read.boxes if box.size]
-        index = [i for i, box in enumerate(self._read.boxes) if box.size]
-        casts = self._dtype != self._read.dtype
-        if not casts and self._read.total_bytes <= self._window_bytes:
+        (self._buffers,) = self._layout.buffers(memory)
+        boxes = [box for box in self._layout.boxes if box.size]
+        index = [i for i, box in enumerate(self._layout.boxes) if box.size]
+        casts = self._dtype != self._layout.dtype
+        if not casts and self._layout.total_bytes <= self._window_bytes:
             outs = [self._buffers[i] for i in index]
-            yield self._read.total_bytes, read_into(array, [box.slices for box in boxes], outs)
+            yield self._layout.total_bytes, read_into(array, [box.slices for box in boxes], outs)
             return
         for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
             parts = [(index[target], part) for target, part in region.parts]
             size = region.box.size * self._dtype.itemsize
             if not casts:
                 wheres = [part.slices for _, part in parts]
-                outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
+                outs = [self._buffers[i][part.within(self._layout.boxes[i])] for i, part in parts]
                 yield size, read_into(array, wheres, outs)
                 continue
             # TensorStore's own cast differs from numpy's for some 8-bit dtypes.
@@ -140,7 +140,7 @@ class Regions:
         self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]
     ) -> None:
         for target, part in parts:
-            inside = part.within(self._read.boxes[target])
+            inside = part.within(self._layout.boxes[target])
             out, some = self._buffers[target][inside], values[part.within(box)]
             out[...] = cast(some, out.dtype, leaf=self._read.leaf.text, where=self._item.path)
 

@@ -7,7 +7,6 @@ import posixpath
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -171,27 +170,30 @@ class Tensors:
     def __init__(self, item: Item, reads: Sequence[LeafRead], pool: Pool) -> None:
         self.reads = reads
         self._item, self._pool = item, pool
-        self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
+        self._buffers: deque[Buffers] = deque()
         self._failures: dict[int, OSError] = {}  # the first of each leaf, by `id` of its read
         self._under_way: list[Future[int]] = []
 
     def start(self) -> None:
         assert self._item.tensors is not None
-        apart, whole = [], []
+        apart, whole = [], dict[str, list[_Piece]]()  # whole tensors by file
         memory, at = make_memory(self._item, *self.reads), 0
         for read in self.reads:
-            self._buffers.append([*read.layout.buffers(memory, at).values()])
+            self._buffers += read.layout.buffers(memory, at)
             at += read.layout.room
             file, tensor = self._item.tensors[read.leaf.name]
-            for box, out in zip(read.boxes, self._buffers[-1], strict=True):
+            for box, out in zip(read.layout.boxes, self._buffers[-1], strict=True):
                 is_same, head = out.dtype == dtype_of(tensor.dtype), (file, tensor.offset)
                 for part in _pieces(tensor, box) if box.size else ():
                     to = out[(here := part.intersect(box) or part).within(box)]
                     is_direct = is_same and here == part and to.flags.c_contiguous
                     piece = _Piece(*head, to.nbytes, tensor, read, part, here, to, is_direct)
                     alone = part.shape != tensor.shape or not is_direct
-                    (apart if alone else whole).append(piece)
-        groups = chain(([piece] for piece in apart), adjacent(whole, after=0))
+                    (apart if alone else whole.setdefault(file, [])).append(piece)
+        groups = [[piece] for piece in apart]
+        for some in whole.values():
+            columns = (np.array([x[i] for x in some]) for i in (1, 2))  # offset, size
+            groups += [[some[i] for i in run] for run in adjacent(*columns, after=0)]
         self._under_way = [self._pool.submit(self._fill, group) for group in groups]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
@@ -203,7 +205,7 @@ class Tensors:
             if (error := self._failures.get(id(read))) is not None:
                 failed(read, error)
             else:
-                yield dict(zip(read.boxes, buffers, strict=True))
+                yield buffers
 
     def drop(self) -> None:
         self._under_way.clear()

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from jaxckpt._core.box import Box, cut, whole, widened
-from jaxckpt._disk.chunks import LeafRead, Values
+from jaxckpt._disk.chunks import LeafRead, Values, layout_of
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import CHUNKS_AT_ONCE, read_stream
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, MAX_UNIT_BYTES, dtype_of
@@ -92,7 +92,7 @@ def read_values(
                 yield (leaf, data), data.inline[box.slices]
             else:
                 dtype = dtype_of(leaf.array.dtype)
-                yield (leaf, data), LeafRead(leaf=leaf, boxes=(box,), dtype=dtype)
+                yield (leaf, data), LeafRead(leaf, layout_of(leaf.array, (box,), dtype))
 
     with closing(read_stream(item, reads(), budget_bytes=budget_bytes)) as stream:
         for (leaf, data), values in stream:

@@ -10,7 +10,7 @@ from typing import Final
 from jaxckpt._core.box import cut, tile, whole, widened
 from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
-from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.chunks import LeafRead, layout_of, total_bytes
 from jaxckpt._disk.find import at_rest, newest_committed
 from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem, is_item, present_files
 from jaxckpt._disk.item import lost_trees, open_item
@@ -180,7 +180,7 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
             here = reads_here(item, keys_here(item))
             reads = (read for _, read in here if read.leaf.text not in bad)
         for some in in_turns(item, reads):
-            size += sum(read.total_bytes for read in some)
+            size += total_bytes(some)
             for _ in read_leaves(item, some, budget_bytes=_BUDGET_BYTES, failed=failed):
                 pass
     except OSError as error:  # nothing of this item can be read
@@ -202,7 +202,7 @@ def _reads(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
             if not part.size or leaf.text in bad:
                 break
             for piece in plan_reads(stored, dtype.itemsize, [part]):
-                yield LeafRead(leaf=leaf, boxes=(piece.box,), dtype=dtype)
+                yield LeafRead(leaf, layout_of(stored, (piece.box,), dtype))
 
 
 def reads_here(item: Item, keys: Container[str]) -> Iterator[tuple[str, LeafRead]]:
@@ -211,7 +211,7 @@ def reads_here(item: Item, keys: Container[str]) -> Iterator[tuple[str, LeafRead
         dtype = dtype_of(leaf.array.dtype)
         for index, box in tile(whole(leaf.array.shape), leaf.array.chunk_shape):
             if (key := leaf.prefix + chunk_key(index)) in keys:
-                yield key, LeafRead(leaf=leaf, boxes=(box,), dtype=dtype)
+                yield key, LeafRead(leaf, layout_of(leaf.array, (box,), dtype))
 
 
 def _problem(error: Exception) -> Problem:

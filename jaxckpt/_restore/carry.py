@@ -33,15 +33,15 @@ from jaxckpt._core.spread import (
     shares,
     spread,
 )
-from jaxckpt._core.transfer import boxes_here, empty, in_layout, to_device
+from jaxckpt._core.transfer import boxes_here, empty, in_layout, placed_alike, to_device
 from jaxckpt._disk.native import Item
-from jaxckpt._restore.placement import LeafPlan, key_data_sharding
+from jaxckpt._restore.placement import How, LeafPlan, key_data_sharding
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, bytes_of, dtype_of
 from jaxckpt.format.tree import ARRAY_KINDS, Leaf
 from jaxckpt.multihost import Processes
 
 Values = np.ndarray[Any, Any]
-Convert = Callable[[LeafPlan, dict[Box, Values]], object]
+Convert = Callable[[LeafPlan, Sequence[Values]], object]
 
 # A collective operation takes as long for fewer bytes, so smaller leaves share one.
 _LEAST_SPREAD_BYTES: Final = 1 << 20
@@ -73,22 +73,22 @@ class Spread:
         if self.given is None:
             return None
         how = plan.saved.shape, _dtype(plan), self.bits, self.copies
-        return _resharding(self.given, self.via, plan.sharding, *how)
+        return _resharding(self.given, self.via, plan.how.sharding, *how)
 
     def ready(self, values: Sequence[Any]) -> Any:
         if self.copies == 1 or self.given is None:
             (parts,) = values
             return parts
         shape, bits = (self.copies, *self.plans[0].saved.shape), np.dtype(self.bits)
-        shards = {}
+        shards = []
         for shard in boxes_here(self.given, shape):
             flat = empty(shard.size * bits.itemsize)
             flat.fill(0)
-            shards[shard] = flat.view(bits).reshape(shard.shape)
+            shards.append(flat.view(bits).reshape(shard.shape))
             for box, value in zip(self.boxes, values, strict=True):
                 if (both := box.intersect(shard)) is not None:
-                    shards[shard][both.within(shard)] = value[both.within(box)[1:]]
-        return to_device(shards, self.given, shape, bits)
+                    shards[-1][both.within(shard)] = value[both.within(box)[1:]]
+        return to_device(shards, placed_alike(self.given, shape, bits))
 
     def move(self, parts: Any) -> Any:
         if (program := self.program()) is None:
@@ -99,15 +99,15 @@ class Spread:
 
     def take(self, array: Any, convert: Convert) -> list[Any]:
         (plan,) = self.plans
-        is_there = self.given is None or plan.layout is None
-        return [array if is_there else in_layout(array, plan.layout)]
+        is_there = self.given is None or plan.how.layout is None
+        return [array if is_there else in_layout(array, plan.how.layout)]
 
     def moved_bytes(self) -> int:
         """Returns the bytes that this process gets from others."""
         (plan,) = self.plans
-        read = [box for part in self.parts for box in part.boxes]
-        there = [box.intersect(one) for box in plan.boxes for one in read]
-        count = sum(box.size for box in plan.boxes) - sum(box.size for box in there if box)
+        read = [box for part in self.parts for box in part.how.boxes]
+        there = [box.intersect(one) for box in plan.how.boxes for one in read]
+        count = sum(box.size for box in plan.how.boxes) - sum(box.size for box in there if box)
         return count * self.size_bytes // math.prod(plan.saved.shape)
 
 
@@ -124,9 +124,8 @@ class Pack:
 
     @property
     def parts(self) -> list[LeafPlan]:
-        raw: dict[str, Any] = dict.fromkeys(["dtype", "wanted", "sharding", "layout", "bits"])
         return [
-            self.plans[piece.array]._replace(kind="numpy", resized=False, boxes=(piece.box,), **raw)
+            self.plans[piece.array]._replace(how=How(None, "numpy", None, boxes=(piece.box,)))
             for piece in self._mine()
         ]
 
@@ -167,15 +166,15 @@ class Pack:
         return (piece for piece in self.pieces if piece.process == self.index)
 
 
-def _merged(plan: LeafPlan, pieces: Sequence[Piece], data: Values) -> dict[Box, Values]:
+def _merged(plan: LeafPlan, pieces: Sequence[Piece], data: Values) -> list[Values]:
     """Returns the parts of a leaf that this process wants, in memory of their own."""
-    dtype, wanted = dtype_of(plan.saved.array.dtype), {}
+    dtype, wanted = dtype_of(plan.saved.array.dtype), []
     for box in plan.stored_boxes():
-        wanted[box] = empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+        wanted.append(empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape))
         for piece in pieces:
             if (both := box.intersect(piece.box)) is not None:
                 part = data[piece.start : piece.stop].view(dtype).reshape(piece.box.shape)
-                wanted[box][both.within(box)] = part[both.within(piece.box)]
+                wanted[-1][both.within(box)] = part[both.within(piece.box)]
     return wanted
 
 
@@ -201,8 +200,7 @@ def _rows(mesh: Mesh, index: int, mine: Values) -> Any:
     """Returns the bytes of all processes, a row each."""
     rows = mine.view(np.uint32).reshape(1, -1)
     given, words = NamedSharding(mesh, PartitionSpec("process")), rows.shape[1]
-    box = Box((index, 0), (index + 1, words))
-    return to_device({box: rows}, given, (mesh.size, words), rows.dtype)
+    return to_device([rows], placed_alike(given, (mesh.size, words), rows.dtype))
 
 
 def carriers_of(
@@ -287,13 +285,13 @@ class _Way(NamedTuple):
 
 def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
     """Returns None if it is not known how often a leaf is read."""
-    wanted = plan.sharding
+    wanted = plan.how.sharding
     if wanted is None:  # a host array, or on the default device
         return _Way(Division(processes.count, math.inf))
-    if plan.kind == "key":
-        rank = len(plan.saved.shape if plan.wanted is None else plan.wanted.shape)
+    if plan.how.kind == "key":
+        rank = len(plan.saved.shape if plan.how.wanted is None else plan.how.wanted.shape)
         wanted = key_data_sharding(wanted, rank)
-    if plan.resized or not isinstance(wanted, NamedSharding):
+    if plan.how.resized or not isinstance(wanted, NamedSharding):
         return None
     return _way(wanted, plan.saved.array.shape, unit, processes.process_of)
 
@@ -334,8 +332,8 @@ def _hosts(mesh: Any, process_of: Callable[[Any], int]) -> tuple[Hosts | None, A
 
 
 def _can_spread(plan: LeafPlan) -> bool:
-    saved, target, dtype = plan.saved, plan.sharding, _dtype(plan)
-    if plan.kind != "array" or target is None or saved.kind not in ARRAY_KINDS:
+    saved, target, dtype = plan.saved, plan.how.sharding, _dtype(plan)
+    if plan.how.kind != "array" or target is None or saved.kind not in ARRAY_KINDS:
         return False
     default = jax.local_devices()[0].default_memory().kind
     return dtype.name not in _ODD and target.memory_kind in (None, default)
@@ -353,16 +351,18 @@ def _spread(
     """Returns what carries the leaf of a number, in a job of so many processes."""
     shape, size, bits, adds = plan.saved.shape, size_of(plan.saved), _bits(plan), way.adds(plan)
     given, copies, boxes = (way.rows, way.copies, []) if adds else (way.given, 1, [])
-    if not plan.boxes:  # the others carry it among themselves
+    if not plan.how.boxes:  # the others carry it among themselves
         parts, given = [plan], None
     elif adds:
         shards = boxes_of(given, (copies, *shape))
         boxes = [box for one in shards for box in shares(one, unit, copies, number=number)]
-        part = plan._replace(kind="numpy", sharding=None, layout=None, bits=bits)
-        parts = [part._replace(boxes=(Box(box.start[1:], box.stop[1:]),)) for box in boxes]
+        how = plan.how._replace(kind="numpy", sharding=None, layout=None, bits=bits)
+        inner = [Box(box.start[1:], box.stop[1:]) for box in boxes]
+        parts = [plan._replace(how=how._replace(boxes=(box,))) for box in inner]
     else:
         own = boxes_of(given, shape)
-        parts = [plan._replace(sharding=given, layout=None, bits=bits, boxes=own)]
+        how = plan.how._replace(sharding=given, layout=None, bits=bits, boxes=own)
+        parts = [plan._replace(how=how)]
     return Spread(
         plans=(plan,),
         parts=parts,
@@ -388,7 +388,7 @@ def _bits(plan: LeafPlan) -> np.dtype[Any] | None:
 
 
 def _dtype(plan: LeafPlan) -> np.dtype[Any]:
-    return plan.dtype or dtype_of(plan.saved.array.dtype)
+    return plan.how.dtype or dtype_of(plan.saved.array.dtype)
 
 
 # --- programs --------------------------------------------------------------------------------

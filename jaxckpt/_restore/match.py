@@ -87,10 +87,9 @@ class RestoreRequest:
         return self.missing == "keep" or self.only is not None or self.skip is not None
 
 
-class Wanted(NamedTuple):  # of which there are many: dataclasses take three times as long
-    """One leaf of a target."""
+class Wanted(NamedTuple):
+    """What a leaf of a target asks for; the leaves that ask for the same share it."""
 
-    path: Path
     kind: LeafKind  # as `Leaf.kind`; "ellipsis" asks for nothing
     dtype: np.dtype[Any] | None = None  # of an array
     shape: tuple[int, ...] = ()
@@ -98,10 +97,17 @@ class Wanted(NamedTuple):  # of which there are many: dataclasses take three tim
     sharding: jax.sharding.Sharding | None = None  # of an array, if given
     uncommitted: bool = False  # the array may move between devices, as by jax's default
     layout: Any = None  # jax's, of an array; None for the default
-    value: Any = None  # the leaf itself, only if it may be returned in place of a saved leaf
 
     def __str__(self) -> str:
         return describe(self.kind, getattr(self.dtype, "name", None), self.shape, self.key_impl)
+
+
+class Target(NamedTuple):
+    """The leaves of a target, in columns."""
+
+    paths: Sequence[Path]
+    wanted: Sequence[Wanted]
+    values: Sequence[Any]  # each leaf, only if it may be returned in place of a saved leaf
 
 
 class LeafMatch(NamedTuple):
@@ -109,7 +115,8 @@ class LeafMatch(NamedTuple):
 
     path: Path
     saved: Leaf
-    wanted: Wanted | None  # None if it is restored as it was saved
+    wanted: Wanted | None = None  # None if it is restored as it was saved
+    alike: int | None = None  # a number that leaves share which are saved and wanted alike
 
 
 def describe(
@@ -124,7 +131,7 @@ def describe(
     return kind
 
 
-def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]:
+def flatten_like(like: object, *, keep_values: bool) -> tuple[Target, Any]:
     """Returns the leaves of a target, a tree or an open checkpoint, and its treedef.
 
     Keeps no reference to arrays of `like` unless `keep_values`, so that callers can free them.
@@ -133,24 +140,26 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
         like = as_like()
     check_levels(like, "like")
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
-    wanted, alike = [], {}
+    wanted, values, alike = [], [], dict[object, Wanted]()
     for keys, value in pairs:
-        path = key_path(keys)
         try:
             # Large trees have thousands of leaves that are alike.
-            want = alike.get(value) if type(value) is jax.ShapeDtypeStruct else _want(value)
+            want = alike.get(value) if type(value) is jax.ShapeDtypeStruct else None
             if want is None:
-                want = alike[value] = _want(value)
+                want = _want(value)
+                want = alike.setdefault(want, want)
+                if type(value) is jax.ShapeDtypeStruct:
+                    alike[value] = want
         except TypeError as error:
-            leaf = path_text(path) or "(the tree itself)"
+            leaf = path_text(key_path(keys)) or "(the tree itself)"
             raise TypeError(f"like: leaf {leaf} {error}") from None
-        keep = keep_values or want.kind in ("empty", "ellipsis")
-        wanted.append(Wanted._make((path, *want[1:-1], value if keep else None)))
-    return wanted, treedef
+        wanted.append(want)
+        values.append(value if keep_values or want.kind in ("empty", "ellipsis") else None)
+    return Target([key_path(keys) for keys, _ in pairs], wanted, values), treedef
 
 
 def _want(value: object) -> Wanted:
-    """Returns what a leaf asks for, but not its path."""
+    """Returns what a leaf asks for."""
     if isinstance(value, Tracer):
         raise TypeError("is traced; call restore outside jit, grad and vmap")
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
@@ -159,23 +168,23 @@ def _want(value: object) -> Wanted:
         where = {"sharding": None if free else sharding, "uncommitted": free}
         if is_key_dtype(value.dtype):
             impl = str(value.dtype._impl.name)  # pyright: ignore  # no public way from a dtype
-            return Wanted(path=(), kind="key", shape=value.shape, key_impl=impl, **where)
+            return Wanted(kind="key", shape=value.shape, key_impl=impl, **where)
         dtype = np.dtype(value.dtype)
         layout: Any = getattr(value.format, "layout", None)  # pyright: ignore
         # Row-major without tiles is the default where arrays are not tiled, and costs nothing.
         rows = tuple(range(value.ndim))
         if not isinstance(layout, Layout) or (layout.tiling, layout.major_to_minor) == ((), rows):
             layout = None
-        return Wanted(path=(), kind="array", dtype=dtype, shape=value.shape, layout=layout, **where)
+        return Wanted(kind="array", dtype=dtype, shape=value.shape, layout=layout, **where)
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (str, bytes)):
         kind = "numpy" if isinstance(value, np.ndarray) else "generic"
-        return Wanted(path=(), kind=kind, dtype=value.dtype, shape=value.shape)
+        return Wanted(kind=kind, dtype=value.dtype, shape=value.shape)
     if value is ...:
-        return Wanted(path=(), kind="ellipsis")
+        return Wanted(kind="ellipsis")
     if name := next((one.__name__ for one in SCALARS if isinstance(value, one)), None):
-        return Wanted(path=(), kind=name)  # pyright: ignore[reportArgumentType]
+        return Wanted(kind=name)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
-        return Wanted(path=(), kind="empty")
+        return Wanted(kind="empty")
     hint = ". Pass mesh=, or jax.eval_shape of a function" if callable(value) else ""
     kind = type(value).__qualname__
     raise TypeError(f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {kind}{hint}")
@@ -191,9 +200,10 @@ class Match:
 
 
 def match(
-    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, request: RestoreRequest, *, where: str
+    saved: Sequence[Leaf], target: Target | None, request: RestoreRequest, *, where: str
 ) -> Match:
     """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
+    wanted = () if target is None else target.paths
     names, renamed = [leaf.path for leaf in saved], {}
     if request.rename:
         names, renamed = _rename(saved, wanted, request, where)
@@ -201,45 +211,50 @@ def match(
     selected: Callable[[Path], bool] | None = None
     if request.only is not None or request.skip is not None:
         selected = selector(request.only, request.skip)
-        all_paths = [*names, *(want.path for want in wanted or ())]
+        all_paths = [*names, *wanted]
         check_globs(request.only, request.skip, all_paths, where=where, report=request.unmatched)
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     leaves, from_like, lost, differences = [], {}, [], []
-    if wanted is None:
+    numbers: dict[object, int] = {}  # of leaves that fit, by what they share
+    if target is None:
         request.check_as_saved()
-        leaves, by_path = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()], {}
-    for want in wanted or ():
-        leaf = by_path.pop(want.path, None)
-        is_skipped = selected is not None and not selected(want.path)
+        leaves, by_path = [*map(LeafMatch, by_path.keys(), by_path.values())], {}
+    for path, want, value in zip(*(target or ((), (), ())), strict=True):
+        leaf = by_path.pop(path, None)
+        key = leaf and (leaf[2:6], id(leaf.stored), leaf.value is None, id(want))
+        if (number := numbers.get(key)) is not None and leaf is not None:
+            leaves.append(LeafMatch(path, leaf, want, number))
+            continue
+        is_skipped = selected is not None and not selected(path)
         if leaf is not None and want.kind == "empty" != leaf.kind and request.extra == "ignore":
-            by_path[want.path], leaf = leaf, None  # an extra leaf like any other
+            by_path[path], leaf = leaf, None  # an extra leaf like any other
         is_empty = want.kind == "empty" and (leaf is None or leaf.kind == "empty")
         if want.kind == "ellipsis" or is_skipped or is_empty:
-            from_like[want.path] = want.value
+            from_like[path] = value
         elif leaf is None:
-            lost.append(want)
-            from_like[want.path] = want.value
+            lost.append(path)
+            from_like[path] = value
             if request.missing == "error":
-                differences.append(_difference(want, None))
+                differences.append(_difference(path, want, None))
         elif _fits(want, leaf, request):
-            leaves.append(LeafMatch(path=want.path, saved=leaf, wanted=want))
+            leaves.append(LeafMatch(path, leaf, want, numbers.setdefault(key, len(numbers))))
         else:
-            differences.append(_difference(want, leaf))
+            differences.append(_difference(path, want, leaf))
     left = [leaf for leaf in by_path.values() if leaf.kind != "empty"]
     if request.extra == "error":
-        differences += [_difference(None, leaf) for leaf in left]
+        differences += [_difference(leaf.path, None, leaf) for leaf in left]
     if differences:
-        is_apart = selected is not None and not any(selected(want.path) for want in wanted or ())
+        is_apart = selected is not None and not any(map(selected, wanted))
         only = request.only if is_apart else None
         raise TreeMismatch(mismatch.text(differences, where, only, request.resize), differences)
-    if valueless := [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]:
+    if valueless := [x for x in lost if isinstance(from_like[x], jax.ShapeDtypeStruct)]:
         raise TypeError(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
             f"{where} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
     report = RestoreReport(
         loaded=tuple(path_text(leaf.path) for leaf in leaves),
-        missing=tuple(path_text(want.path) for want in lost),
+        missing=tuple(map(path_text, lost)),
         extra=tuple(leaf.text for leaf in left),
         cast={},
         renamed=renamed,
@@ -247,14 +262,13 @@ def match(
     return Match(leaves=tuple(leaves), from_like=from_like, report=report)
 
 
-def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
+def _difference(path: Path, want: Wanted | None, leaf: Leaf | None) -> Difference:
     saved = leaf and describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
-    path = want.path if want is not None else leaf.path if leaf is not None else ()
     return Difference(leaf=path_text(path), wanted=None if want is None else str(want), saved=saved)
 
 
 def _rename(
-    saved: Sequence[Leaf], wanted: Sequence[Wanted] | None, request: RestoreRequest, where: str
+    saved: Sequence[Leaf], wanted: Sequence[Path], request: RestoreRequest, where: str
 ) -> tuple[list[Path], dict[str, str]]:
     as_saved, renamed, rename = [leaf.path for leaf in saved], {}, request.rename or {}
     for leaf in saved:
@@ -264,7 +278,7 @@ def _rename(
     paths = [parse_path(renamed[x.text]) if x.text in renamed else x.path for x in saved]
     fits, goes_on = _are_wanted(paths, wanted, request), request.unmatched is not None
     merges = len({*paths}) < len(paths)
-    if goes_on and (merges or not fits) and {*as_saved} <= {want.path for want in wanted or ()}:
+    if goes_on and (merges or not fits) and {*as_saved} <= {*wanted}:
         return as_saved, {}  # the program has saved it, and an expression matches the new names
     if goes_on and (swapped := _swapped(renamed)):
         told = ", ".join(f"{old} -> {swapped[old]}" for old in sorted(swapped)[:8])
@@ -293,12 +307,10 @@ def _swapped(renamed: Mapping[str, str]) -> dict[str, str]:
     return left
 
 
-def _are_wanted(
-    paths: Sequence[Path], wanted: Sequence[Wanted] | None, request: RestoreRequest
-) -> bool:
+def _are_wanted(paths: Sequence[Path], wanted: Sequence[Path], request: RestoreRequest) -> bool:
     """Returns whether no wanted leaf lacks, or some that `missing` keeps, and none is left over."""
     selected = selector(request.only, request.skip)
-    wants, there = {x.path for x in wanted or () if selected(x.path)}, {*filter(selected, paths)}
+    wants, there = {*filter(selected, wanted)}, {*filter(selected, paths)}
     return bool(wants) and (wants <= there or (request.missing == "keep" and there <= wants))
 
 

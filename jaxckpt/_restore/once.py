@@ -322,7 +322,7 @@ def _described(item: Item, carriers: Sequence[Carrier], request: RestoreRequest)
         for plan in one.plans:
             facts.append((plan.path, plan.saved.array))
             if isinstance(one, Spread):
-                facts.append((str(plan.dtype), plan.sharding))
-                meshes[getattr(plan.sharding, "mesh", None)] = None
+                facts.append((str(plan.how.dtype), plan.how.sharding))
+                meshes[getattr(plan.how.sharding, "mesh", None)] = None
     facts += [[d.id for d in mesh.devices.flat] for mesh in meshes if mesh is not None]
     return hashlib.sha256(repr(facts).encode()).hexdigest()

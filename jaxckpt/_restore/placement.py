@@ -35,11 +35,9 @@ from jaxckpt.format.tree import ARRAY_KINDS, Leaf, LeafKind, Path, path_text
 # --- the plan of each leaf -------------------------------------------------------------------
 
 
-class LeafPlan(NamedTuple):
-    """One leaf: the source of its values, and the value to make of them."""
+class How(NamedTuple):
+    """The value to make of a leaf; the leaves that are saved and wanted alike share it."""
 
-    path: Path  # in the returned tree
-    saved: Leaf
     wanted: Wanted | None  # None if it is restored as it was saved
     kind: LeafKind  # of the returned value
     dtype: np.dtype[Any] | None  # of the returned array
@@ -49,12 +47,20 @@ class LeafPlan(NamedTuple):
     bits: np.dtype[Any] | None = None  # to place the values as, in place of `dtype`
     resized: bool = False  # whether `boxes` are parts of an array of the wanted shape instead
 
+
+class LeafPlan(NamedTuple):
+    """One leaf: the source of its values, and the value to make of them."""
+
+    path: Path  # in the returned tree
+    saved: Leaf
+    how: How
+
     def stored_boxes(self) -> tuple[Box, ...]:
         """Returns the parts of the stored array to read."""
-        if not self.resized:
-            return self.boxes
+        if not self.how.resized:
+            return self.how.boxes
         stored = whole(self.saved.shape)
-        return tuple(dict.fromkeys(filter(None, map(stored.intersect, self.boxes))))
+        return tuple(dict.fromkeys(filter(None, map(stored.intersect, self.how.boxes))))
 
 
 def plan_leaves(
@@ -64,20 +70,16 @@ def plan_leaves(
     if request.shardings is not None:
         chooser.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []
-    alike: dict[object, LeafPlan] = {}  # large trees have thousands of leaves that are alike
+    known: dict[int | None, How] = {}  # large trees have thousands of leaves that are alike
     for leaf in leaves:
-        _, saved, wanted = leaf
-        key = wanted and (saved.kind, saved.dtype, saved.shape, id(saved.stored), wanted[1:-1])
-        if (planned := alike.get(key)) is not None:
-            plans.append(LeafPlan(*leaf, *planned[3:]))
-            continue
-        planned = _plan_leaf(leaf, chooser, request)
-        if isinstance(planned, Difference):
-            differences.append(planned)
-            continue
-        plans.append(planned)
-        if wanted is not None and chooser.follows(wanted):
-            alike[key] = planned
+        if (how := known.get(leaf.alike)) is None:
+            how = _plan_leaf(leaf, chooser, request)
+            if isinstance(how, Difference):
+                differences.append(how)
+                continue
+            if leaf.wanted is not None and chooser.follows(leaf.wanted):
+                known[leaf.alike] = how
+        plans.append(LeafPlan(leaf.path, leaf.saved, how))
     if differences:
         do = "does" if len(differences) == 1 else "do"
         raise TreeMismatch(
@@ -91,7 +93,7 @@ def plan_leaves(
 
 def _plan_leaf(
     leaf: LeafMatch, chooser: ShardingChooser, request: RestoreRequest
-) -> LeafPlan | Difference:
+) -> How | Difference:
     saved, wanted = leaf.saved, leaf.wanted
     kind: LeafKind = saved.kind if wanted is None else wanted.kind
     if kind == "numpy" and wanted is None:
@@ -106,22 +108,22 @@ def _plan_leaf(
         shape = wanted.shape
     data_shape = saved.shape if saved.stored is None else saved.stored.shape
     out = _out_dtype(saved, wanted, request.dtype if kind in ARRAY_KINDS else None)
-    plan = LeafPlan(path=leaf.path, saved=saved, wanted=wanted, kind=kind, dtype=out)
+    how = How(wanted, kind, out)
     if wanted is not None and {saved.kind, wanted.kind} <= ARRAY_KINDS and wanted.shape != shape:
         shape = data_shape = wanted.shape
-        plan = plan._replace(resized=True)
+        how = how._replace(resized=True)
     if kind not in ("array", "key"):
-        has_none = saved.stored is None and not plan.resized
-        return plan if has_none else plan._replace(boxes=(whole(data_shape),))
+        has_none = saved.stored is None and not how.resized
+        return how if has_none else how._replace(boxes=(whole(data_shape),))
     sharding = None
     if not request.as_numpy:
         sharding = chooser.sharding_of(leaf.path, saved.name, shape, out, wanted)
     if sharding is None:
-        return plan._replace(boxes=(whole(data_shape),))
+        return how._replace(boxes=(whole(data_shape),))
     try:
         sharding.shard_shape(shape)
         of_data = sharding if kind == "array" else key_data_sharding(sharding, len(shape))
-        plan = plan._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
+        how = how._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
     except (ValueError, IndexError):
         found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
         why = _why_not(sharding, shape)
@@ -129,7 +131,7 @@ def _plan_leaf(
     layout = None if wanted is None or (kind, out) != ("array", wanted.dtype) else wanted.layout
     if wanted is not None and layout is not None and layout.tiling:
         layout = layout if sharding is wanted.sharding else None  # its tiles are of those devices
-    return plan._replace(layout=layout)
+    return how._replace(layout=layout)
 
 
 def _why_not(sharding: Sharding, shape: tuple[int, ...]) -> str:

@@ -35,18 +35,19 @@ from jaxckpt._core.transfer import (
     Arriving,
     in_layout,
     is_away,
+    placed_alike,
     placing,
     to_default_device,
     to_device,
 )
-from jaxckpt._disk.chunks import Buffers, LeafRead
+from jaxckpt._disk.chunks import Buffers, Layout, LeafRead, layout_of, total_bytes
 from jaxckpt._disk.find import at_rest, marked_as, read_step, step_path, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.item import open_item
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
+from jaxckpt._restore.match import RestoreRequest, Target, flatten_like, match
 from jaxckpt._restore.once import Ended, Together, said
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
 from jaxckpt.errors import (
@@ -246,7 +247,7 @@ def restore_from(
     if meter.error is not None:
         raise meter.error
     if treedef is not None and wanted is not None:
-        return treedef.unflatten([read.values[want.path] for want in wanted])
+        return treedef.unflatten(map(read.values.__getitem__, wanted.paths))
     return pytree.rebuild(None if read.report.renamed else read.opened.tree, read.values)
 
 
@@ -259,10 +260,10 @@ def as_restored(state: Any, request: RestoreRequest) -> Any:  # any pytree
     wanted, treedef = flatten_like(state, keep_values=True)
     matched = match(pytree.flatten(state)[0].leaves(), wanted, request, where=where)
     chooser = ShardingChooser(mesh=request.mesh, shardings=request.shardings, saved=dict)
-    values: dict[Path, Any] = {want.path: want.value for want in wanted}
+    values: dict[Path, Any] = dict(zip(wanted.paths, wanted.values, strict=True))
     for plan in plan_leaves(matched.leaves, chooser, request, where=where):
-        if plan.kind in ARRAY_KINDS and plan.dtype != values[plan.path].dtype:
-            values[plan.path] = values[plan.path].astype(plan.dtype)
+        if plan.how.kind in ARRAY_KINDS and plan.how.dtype != values[plan.path].dtype:
+            values[plan.path] = values[plan.path].astype(plan.how.dtype)
     return treedef.unflatten(values.values())
 
 
@@ -270,7 +271,7 @@ def _read(
     source: Source,
     request: RestoreRequest,
     meter: Meter,
-    wanted: Sequence[Wanted] | None,
+    wanted: Target | None,
     found: Found,
     together: Together | None = None,
 ) -> _Read:
@@ -300,7 +301,7 @@ def _read(
                 "%s: %s is None, because a %s cannot be restored from a checkpoint; pass `like`",
                 *(source.where, path_text(leaf.path), ".".join(leaf.saved.container.cls or ())),
             )
-    resized = tuple(path_text(plan.path) for plan in plans if plan.resized)
+    resized = tuple(path_text(plan.path) for plan in plans if plan.how.resized)
     report = replace(matched.report, cast=_casts(plans), resized=resized)
     return _Read(opened=item, values=values, report=report)
 
@@ -393,9 +394,9 @@ def _attempt(
 
 def _casts(plans: Sequence[LeafPlan]) -> dict[str, tuple[str, str]]:
     return {
-        path_text(plan.path): (plan.saved.dtype, plan.dtype.name)
+        path_text(plan.path): (plan.saved.dtype, plan.how.dtype.name)
         for plan in plans
-        if plan.dtype is not None and dtype_of(plan.saved.dtype) != plan.dtype
+        if plan.how.dtype is not None and dtype_of(plan.saved.dtype) != plan.how.dtype
     }
 
 
@@ -407,24 +408,24 @@ def _cast_text(cast: Mapping[str, tuple[str, str]]) -> str:
 def _values(
     item: Item, plans: Sequence[LeafPlan], *, budget_bytes: int, meter: Meter
 ) -> Generator[tuple[Path, object], None, None]:
-    reads = [
-        LeafRead(leaf=plan.saved, boxes=plan.stored_boxes(), dtype=_read_dtype(plan))
-        for plan in plans
-        if plan.saved.has_array
-    ]
+    alike = {id(plan.how): plan for plan in plans}  # one of those that share it
+    ways = {how: _way_of(item.path, plan) for how, plan in alike.items()}
+    reads = [LeafRead(x.saved, way) for x in plans if (way := ways[id(x.how)][0]) is not None]
     if item.found.part is not None:
         check_here(item, reads)
-    meter.total_bytes = sum(read.total_bytes for read in reads)
-    where = {x.sharding or _default_device() for x in plans if x.kind in ("array", "key")}
+    meter.total_bytes = total_bytes(reads)
+    hows = [plan.how for plan in alike.values()]
+    where = {how.sharding or _default_device() for how in hows if how.kind in ("array", "key")}
     if away := any(map(is_away, where)):
         budget_bytes //= 2  # the other half is for copies to devices
     arriving, place_s = Arriving(budget_bytes), 0.0
     arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
     with closing(arrays) as buffers:
         for plan in plans:
-            parts = next(buffers) if plan.saved.has_array else _inline(plan)
+            layout, make = ways[id(plan.how)]
+            parts = _inline(plan) if layout is None else next(buffers)
             start_s = time.monotonic()
-            value = _convert(item.path, plan, parts)
+            value = make(plan, parts)
             del parts  # a copy to a device keeps them for as long as it needs them
             if isinstance(value, Tracer):
                 raise TypeError("jax traces the caller; call restore outside jit, grad and vmap")
@@ -444,67 +445,76 @@ def _default_device() -> Any:  # a device, or the name of its platform
     return jax.config.jax_default_device or jax.local_devices()[0]
 
 
-def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:
-    """Returns the dtype to read into: the final dtype, unless the leaf is stored as another."""
-    saved, stored = plan.saved, plan.saved.array.dtype
-    return dtype_of(stored) if plan.dtype is None or saved.dtype != stored else plan.dtype
+def _way_of(where: str, plan: LeafPlan) -> tuple[Layout | None, Callable[[LeafPlan, Buffers], Any]]:
+    """Returns how leaves that share the `how` of this one are read, and what makes their values."""
+    how, saved, convert = plan.how, plan.saved, partial(_convert, where)
+    if not saved.has_array:
+        return None, convert
+    # Into the final dtype, unless the leaf is stored as another.
+    dtype = how.dtype if saved.dtype == saved.array.dtype else None
+    layout = layout_of(saved.array, plan.stored_boxes(), dtype or dtype_of(saved.array.dtype))
+    changes = dtype is None or how.resized or (how.layout, how.bits) != (None, None)
+    if changes or how.sharding is None or not {how.kind, saved.kind} <= ARRAY_KINDS:
+        return layout, convert
+    alike = placed_alike(how.sharding, saved.shape, layout.dtype)
+    return layout, lambda _, parts: to_device(parts, alike)  # as `convert` does, for all at once
 
 
 def _inline(plan: LeafPlan) -> Buffers:
     """Returns the parts of a value that is in the metadata."""
     value = plan.saved.value
     if not isinstance(value, np.ndarray):
-        return {}
+        return ()
     boxes = plan.stored_boxes() or (whole(value.shape),)
-    return {box: np.array(value[box.slices]) for box in boxes}
+    return [np.array(value[box.slices]) for box in boxes]
 
 
 def _convert(where: str, plan: LeafPlan, parts: Buffers) -> object:
-    saved, wanted = plan.saved, plan.wanted
+    saved, wanted = plan.saved, plan.how.wanted
     if saved.kind in ("empty", "ellipsis"):
         return pytree.empty_value(saved)
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
     parts = _as_wanted(plan, parts, where)
-    if plan.resized:
-        parts = {box: _resized(plan, box, parts) for box in plan.boxes}
-    if plan.kind == "key":
+    if plan.how.resized:
+        parts = [_resized(plan, box, parts) for box in plan.how.boxes]
+    if plan.how.kind == "key":
         impl = saved.key_impl if wanted is None or wanted.key_impl is None else wanted.key_impl
         # jax frees keys late: a small one must not keep the memory of its neighbours until then.
-        return _wrap_key(plan, {box: values.copy() for box, values in parts.items()}, impl)
-    if plan.kind == "array":
-        if plan.sharding is None:
-            return to_default_device(next(iter(parts.values())))
+        return _wrap_key(plan, [values.copy() for values in parts], impl)
+    if plan.how.kind == "array":
+        if plan.how.sharding is None:
+            return to_default_device(parts[0])
         shape = saved.shape if saved.kind != "key" else saved.array.shape
-        shape = wanted.shape if plan.resized and wanted is not None else shape
-        dtype = plan.bits or plan.dtype or dtype_of(saved.array.dtype)
-        array = to_device(parts, plan.sharding, shape, dtype)
-        return array if plan.layout is None else in_layout(array, plan.layout)
-    values = next(iter(parts.values()))
-    if plan.kind in ("numpy", "generic"):
-        return values if plan.kind == "numpy" else values[()]
-    if plan.kind in ("bytes", "str"):
-        return values.tobytes() if plan.kind == "bytes" else _decode_text(values.tobytes(), saved)
-    return {"int": int, "float": float, "complex": complex, "bool": bool}[plan.kind](values.item())
+        shape = wanted.shape if plan.how.resized and wanted is not None else shape
+        dtype = plan.how.bits or plan.how.dtype or dtype_of(saved.array.dtype)
+        array = to_device(parts, placed_alike(plan.how.sharding, shape, dtype))
+        return array if plan.how.layout is None else in_layout(array, plan.how.layout)
+    values, kind = parts[0], plan.how.kind
+    if kind in ("numpy", "generic"):
+        return values if kind == "numpy" else values[()]
+    if kind in ("bytes", "str"):
+        return values.tobytes() if kind == "bytes" else _decode_text(values.tobytes(), saved)
+    return {"int": int, "float": float, "complex": complex, "bool": bool}[kind](values.item())
 
 
 def _as_wanted(plan: LeafPlan, parts: Buffers, where: str) -> Buffers:
-    saved, dtype = plan.saved, plan.dtype
+    saved, dtype = plan.saved, plan.how.dtype
     if saved.kind in ("str", "bytes", "key") or dtype is None:
         return parts
     if saved.stored is not None and saved.dtype != saved.stored.dtype:
-        parts = {box: values.view(dtype_of(saved.dtype)) for box, values in parts.items()}
-    if {values.dtype for values in parts.values()} - {dtype}:
+        parts = [values.view(dtype_of(saved.dtype)) for values in parts]
+    if any(values.dtype != dtype for values in parts):
         options = {"leaf": path_text(plan.path), "where": where}
-        parts = {box: cast(values, dtype, **options) for box, values in parts.items()}
-    return parts if plan.bits is None else {box: v.view(plan.bits) for box, v in parts.items()}
+        parts = [cast(values, dtype, **options) for values in parts]
+    return parts if plan.how.bits is None else [values.view(plan.how.bits) for values in parts]
 
 
 def _resized(plan: LeafPlan, box: Box, parts: Buffers) -> np.ndarray[Any, Any]:
     """Returns a part of an array of the wanted shape: what was saved there, and zeros."""
-    values = np.zeros(box.shape, plan.dtype)
+    values = np.zeros(box.shape, plan.how.dtype)
     if (part := box.intersect(whole(plan.saved.shape))) is not None:
-        values[part.within(box)] = parts[part]
+        values[part.within(box)] = parts[plan.stored_boxes().index(part)]
     return values
 
 
@@ -525,13 +535,13 @@ def _decode_text(data: bytes, saved: Leaf) -> str:
 
 def _wrap_key(plan: LeafPlan, parts: Buffers, impl: str | None) -> jax.Array:
     saved = plan.saved
-    rank = len(saved.shape if saved.kind == "key" else plan.wanted.shape)  # pyright: ignore[reportOptionalMemberAccess]
+    rank = len(saved.shape if saved.kind == "key" else plan.how.wanted.shape)  # pyright: ignore[reportOptionalMemberAccess]
     data_shape = saved.shape if saved.stored is None else saved.stored.shape
-    if plan.sharding is None:
-        data = to_default_device(next(iter(parts.values())))
+    if plan.how.sharding is None:
+        data = to_default_device(parts[0])
     else:
-        split = key_data_sharding(plan.sharding, rank)
-        data = to_device(parts, split, data_shape, dtype_of(saved.array.dtype))
+        split = key_data_sharding(plan.how.sharding, rank)
+        data = to_device(parts, placed_alike(split, data_shape, dtype_of(saved.array.dtype)))
     try:
         key = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
@@ -540,7 +550,8 @@ def _wrap_key(plan: LeafPlan, parts: Buffers, impl: str | None) -> jax.Array:
             f"{error}. Register it, or restore uint32{list(data_shape)} with a `like`."
         ) from error
     # jax writes out the PartitionSpec of a key, and `device_put` reaches no other process.
-    if plan.sharding is None or isinstance(key, Tracer):  # which is refused
+    sharding = plan.how.sharding
+    if sharding is None or isinstance(key, Tracer):  # which is refused
         return key
-    is_there = key.sharding.is_equivalent_to(plan.sharding, rank)
-    return key if is_there else jax.device_put(key, plan.sharding)
+    is_there = key.sharding.is_equivalent_to(sharding, rank)
+    return key if is_there else jax.device_put(key, sharding)

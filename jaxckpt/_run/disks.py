@@ -9,7 +9,6 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from itertools import chain, product
 from typing import Any, NamedTuple, final
 
@@ -212,7 +211,7 @@ def _good(item: Item, keys: Container[str], budget_bytes: int, failed: _Failed) 
 
     for key, read in reads_here(item, keys):
         # A leaf of its own for each: the first error of a leaf counts for all its reads.
-        reads[key] = replace(read, leaf=read.leaf._replace())
+        reads[key] = read._replace(leaf=read.leaf._replace())
     given = [*reads.values()]
     for _ in read_leaves(item, given, budget_bytes=budget_bytes, failed=note):
         pass

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -278,6 +279,8 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
     least_bytes = 0.0  # of the data files
     distinct = {id(stored): stored for _, stored in leaves}  # leaves often share one object
     each = {key: least_stored(one, math.prod(one.shape)) for key, one in distinct.items()}
+    if sum(each[key] * n for key, n in Counter(id(x) for _, x in leaves).items()) <= data_bytes:
+        return
     for leaf, stored in leaves:
         least_bytes += each[id(stored)]
         if least_bytes > data_bytes:
@@ -346,7 +349,6 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 # The CRC-32C of bytes or a contiguous array; a second argument is the checksum of the data before.
 # It lets other threads run meanwhile, which google-crc32c does not, and is twice as fast.
 checksum: Final[Callable[..., int]] = crc32c
-CRC_WITH_ITSELF: Final = 0x48674BC7  # the checksum of any data with its checksum behind it
 
 
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import CorruptCheckpoint, damaged, lfs_problem
@@ -79,6 +79,14 @@ def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise damaged(file, f"{what} must be {kind.__name__}, got {short(value)}")
     return value
+
+
+def expect_all(values: Collection[Any], kind: type[T], what: str, *, file: str) -> Collection[T]:
+    """Returns the values if all of them have the wanted JSON type."""
+    if {*map(type, values)} - {kind}:
+        for value in values:
+            expect(value, kind, what, file=file)
+    return values
 
 
 def maybe_expect(value: Any, kind: type[T], what: str, *, file: str) -> T | None:

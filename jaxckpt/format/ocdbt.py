@@ -234,7 +234,27 @@ class Node(NamedTuple):
 
     height: int
     keys: list[bytes]  # in full; above leaves, what all keys below each entry begin with
-    values: list[bytes | Place]  # values or their places; above leaves, the places of nodes
+    # Of which each value is a part: the names of files, and what the node itself has of values.
+    sources: Sequence[str | bytes]
+    table: _Numbers  # the source of each value, its offset there and its size: `int64[key, 3]`
+
+    @classmethod
+    def of(cls, height: int, keys: list[bytes], values: Sequence[bytes | Place]) -> Node:
+        rows = [(x, 0, len(x)) if isinstance(x, bytes) else x for x in values]
+        table = [(i, start, size) for i, (_, start, size) in enumerate(rows)]
+        numbers = np.array(table, np.int64).reshape(-1, 3)
+        return cls(height, keys, [row[0] for row in rows], numbers)
+
+    @property
+    def values(self) -> list[bytes | Place]:
+        """Returns the values or their places; above leaves, the places of nodes."""
+        return [value_at(self.sources, row) for row in self.table.tolist()]
+
+
+def value_at(sources: Sequence[str | bytes], row: Sequence[int]) -> bytes | Place:
+    number, start, size = row
+    source = sources[number]
+    return source[start : start + size] if isinstance(source, bytes) else Place(source, start, size)
 
 
 def is_compressed(data: bytes) -> bool:
@@ -262,7 +282,7 @@ def decode_manifest(data: bytes) -> Root:
         ValueError: it is damaged.
         Foreign: it has other forms than ours.
     """
-    fields = _Fields(_body(data, _MANIFEST))
+    fields = _Fields(data, _MANIFEST)
     fields.text(16)  # uuid
     if fields.numbers(1)[0]:
         raise Foreign("its versions are in several files")
@@ -276,7 +296,8 @@ def decode_manifest(data: bytes) -> Root:
         raise Foreign("it has no version")
     fields.numbers(count)  # generations
     height = fields.text(count)[-1]
-    root = fields.places(files, count)[-1]
+    root = value_at(files, fields.places(files, count)[-1].tolist())
+    assert isinstance(root, Place)
     return Root(root, height, int(fields.numbers(count)[-1]))
 
 
@@ -304,111 +325,51 @@ def decode_node(
         folder: The directory of its database, with a slash; its references are relative to that.
         prefix: The beginning of all its keys, which the node above has.
         wanted: If not None, only the entries for these keys are returned: their values, or the
-            nodes below that can have them. Of the other entries, no object is made.
+            nodes below that can have them.
         most: The number of entries that it can have.
 
     Raises:
         ValueError: it is damaged.
         Foreign: it refers to files that are not named as ours.
     """
-    fields = _Fields(_body(data, _NODE))
+    fields = _Fields(data, _NODE)
     height = fields.text(1)[0]
     files = fields.files(folder)
-    keys, common = fields.strings(marked=height > 0, before=len(prefix))
-    count, rows, rest = len(common), range(len(common)), None
-    if count > most:
-        raise ValueError(f"it has {count} entries, more than the tree has keys")
+    texts, common = fields.strings(marked=height > 0, before=len(prefix), most=most)
+    if not texts or any(map(operator.ge, texts, texts[1:])):
+        raise ValueError("it has no keys, or not in order")
+    count, rows = len(texts), range(len(texts))
     if wanted is not None:
-        rest = [key[len(prefix) :] for key in wanted if key.startswith(prefix)]
-    if rest is not None and not height:
-        texts, rows = keys.find(rest)
-    else:
-        texts = keys.all()
-        if not texts or any(map(operator.ge, texts, texts[1:])):
-            raise ValueError("it has no keys, or not in order")
-        if rest is not None:
-            rows = sorted({max(0, bisect_right(texts, key) - 1) for key in rest})
-        texts = [texts[row][: common[row]] if height else texts[row] for row in rows]
-    values: list[bytes | Place]
+        rest = {key[len(prefix) :] for key in wanted if key.startswith(prefix)}
+        found = sorted({max(0, bisect_right(texts, key) - 1) for key in rest})
+        rows = found if height else [row for row in found if texts[row] in rest]
+    texts = [texts[row][: common[row]] if height else texts[row] for row in rows]
+    keys = [prefix + text for text in texts] if prefix else texts
+    table = fields.places(files, count) if height else fields.values(files, count)
     if height:
-        places = fields.places(files, count)
-        values = [places[row] for row in rows]
         fields.numbers(3 * count)  # statistics
-    else:
-        values = fields.values(files, count, rows)
-    if fields.at < len(fields.body):
+    if fields.at < fields.end:
         raise ValueError("it is longer than its fields")
-    return Node(height, [prefix + text for text in texts] if prefix else texts, values)
-
-
-def _body(data: bytes, magic: bytes) -> bytes:
-    if len(data) < _HEAD.size + 4 or data[: _HEAD.size] != _HEAD.pack(magic, len(data)):
-        raise ValueError("its header is wrong")
-    if (found := crc32c(data[:-4])) != (stored := int.from_bytes(data[-4:], "little")):
-        raise ValueError(f"checksum mismatch: stored {stored:#010x}, computed {found:#010x}")
-    return data[_HEAD.size : -4]
-
-
-class _Texts(NamedTuple):
-    """Texts in order, of which each begins like the text before."""
-
-    rests: bytes  # of all, without what they share
-    shared: _Numbers  # bytes that each shares with the text before
-    stops: _Numbers  # of each rest
-
-    def all(self) -> list[bytes]:
-        last, start, found = b"", 0, []
-        for stop, common in zip(self.stops.tolist(), self.shared.tolist(), strict=True):
-            last = last[:common] + self.rests[start:stop]
-            found.append(last)
-            start = stop
-        return found
-
-    def find(self, wanted: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-        """Returns which of the wanted texts are here, and their rows."""
-        rows = [(text, self._row(text)) for text in wanted]
-        return [text for text, row in rows if row is not None], [
-            r for _, r in rows if r is not None
-        ]
-
-    def _row(self, text: bytes) -> int | None:
-        """Returns the row of a text, making none of the texts before."""
-        row: int | None = 0 if len(self.shared) else None
-        same = 0  # bytes of the wanted text that all since a row began with
-        while row is not None and self.shared[row] == same:
-            start = int(self.stops[row - 1]) if row else 0
-            rest, left = self.rests[start : int(self.stops[row])], text[same:]
-            common = _common(rest, left)
-            if rest[common : common + 1] > left[common : common + 1]:
-                return None
-            if rest == left:
-                return row
-            same += common
-            row = self._next(row + 1, same)
-        return None
-
-    def _next(self, row: int, same: int) -> int | None:
-        """Returns the first row from here on that shares no more than so many bytes."""
-        step = 64
-        while row < len(self.shared):
-            if (found := (self.shared[row : row + step] <= same).nonzero()[0]).size:
-                return row + int(found[0])
-            row, step = row + step, 2 * step
-        return None
+    return Node(height, keys, [*files, data], table[[*rows]])
 
 
 class _Fields:
     """Reads one field after the other; raises ValueError where they end early or are too large."""
 
-    def __init__(self, body: bytes) -> None:
-        self.body, self.at = body, 0
-        self._bytes = np.frombuffer(body, np.uint8)
+    def __init__(self, data: bytes, magic: bytes) -> None:
+        if len(data) < _HEAD.size + 4 or data[: _HEAD.size] != _HEAD.pack(magic, len(data)):
+            raise ValueError("its header is wrong")
+        self.data, self.at, self.end = data, _HEAD.size, len(data) - 4
+        self._bytes = np.frombuffer(data, np.uint8, self.end)
+        stored = int.from_bytes(data[self.end :], "little")
+        if (found := crc32c(self._bytes)) != stored:  # pyright: ignore[reportArgumentType]
+            raise ValueError(f"checksum mismatch: stored {stored:#010x}, computed {found:#010x}")
 
     def text(self, size: int) -> bytes:
         start, self.at = self.at, self.at + size
-        if self.at > len(self.body):
+        if self.at > self.end:
             raise ValueError("it ends early")
-        return self.body[start : self.at]
+        return self.data[start : self.at]
 
     def numbers(self, count: int, most: int = _MOST) -> _Numbers:
         part = self._bytes[self.at : self.at + _VARINT_BYTES * count]
@@ -428,16 +389,19 @@ class _Fields:
         self.at += size
         return found
 
-    def strings(self, *, marked: bool, before: int = 0) -> tuple[_Texts, list[int]]:
+    def strings(
+        self, *, marked: bool, before: int = 0, most: int = _MOST
+    ) -> tuple[list[bytes], list[int]]:
         """Returns texts that share their beginnings, and the number that each has if marked.
 
         Args:
             before: Bytes that will be put before each text.
+            most: The number of texts that there can be.
         """
-        size, count = len(self.body), int(self.numbers(1)[0])
-        shared = np.concatenate(
-            [np.zeros(min(1, count), np.int64), self.numbers(max(0, count - 1), size)]
-        )
+        size, count = self.end, int(self.numbers(1)[0])
+        if count > most:
+            raise ValueError(f"it has {count} entries, more than the tree has keys")
+        shared = np.concatenate([[0][:count], self.numbers(max(0, count - 1), size)])
         further = self.numbers(count, size)
         marks = self.numbers(count) if marked else np.zeros(count, np.int64)
         lengths = shared + further
@@ -445,42 +409,37 @@ class _Fields:
             raise ValueError("a text shares more than there is")
         if (lengths + before).sum() > max(_SOME_SHARED, _MOST_SHARED * size):
             raise ValueError("its texts are too long")
-        return _Texts(self.text(int(further.sum())), shared, further.cumsum()), marks.tolist()
+        rests, ends, last = self.text(int(further.sum())), further.cumsum().tolist(), b""
+        parts = zip(shared.tolist(), [0, *ends], ends, strict=False)
+        texts = [last := last[:common] + rests[start:end] for common, start, end in parts]
+        return texts, marks.tolist()
 
     def files(self, folder: str) -> list[str]:
         """Returns the names of files of a database in `folder`."""
         texts, sizes = self.strings(marked=True)
-        names = [
-            (folder + t[:n].decode(), t[n:].decode())
-            for t, n in zip(texts.all(), sizes, strict=True)
-        ]
-        return [place_of(*name, 0, 0).file for name in names]
+        both = [(x[:n].decode(), x[n:].decode()) for x, n in zip(texts, sizes, strict=True)]
+        return [place_of(folder + start, end, 0, 0).file for start, end in both]
 
-    def places(self, files: Sequence[str], count: int) -> list[Place]:
-        numbers, offsets = self.numbers(count, len(files) - 1), self.numbers(count)
-        names: Iterable[str] = map(files.__getitem__, numbers.tolist())
-        return [*map(Place, names, offsets.tolist(), self.numbers(count).tolist())]
+    def places(self, files: Sequence[str], count: int) -> _Numbers:
+        numbers = self.numbers(count, len(files) - 1)
+        return np.stack([numbers, self.numbers(count), self.numbers(count)], axis=1)
 
-    def values(self, files: Sequence[str], count: int, rows: Sequence[int]) -> list[bytes | Place]:
-        """Returns the values of a leaf in some rows, or their places."""
+    def values(self, files: Sequence[str], count: int) -> _Numbers:
+        """Returns the places of the values of a leaf; those in the node come after its files."""
         sizes = self.numbers(count)
         kinds = np.frombuffer(self.text(count), np.uint8)
         if kinds.max(initial=0) > 1:
             raise ValueError("a value is neither in it nor in a file")
         stored = kinds == 1
-        if (sizes[~stored] > len(self.body)).any():  # so that their sum does not overflow
+        if (sizes[~stored] > self.end).any():  # so that their sum does not overflow
             raise ValueError("a value is larger than the node")
         apart = int(stored.sum())
-        numbers, starts = np.zeros((2, count), np.int64)
+        numbers, starts = np.full((2, count), len(files))
         numbers[stored] = self.numbers(apart, len(files) - 1)
         starts[stored] = self.numbers(apart)
-        ends = np.where(stored, 0, sizes).cumsum()
-        inline = self.text(int(ends[-1]) if count else 0)
+        ends = np.where(stored, 0, sizes).cumsum() + self.at
         starts = np.where(stored, starts, ends - sizes)
-        if not apart and len(rows) == count:
-            return [inline[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        table = np.stack([stored, numbers, starts, sizes], axis=1)[np.array(rows, np.int64)]
-        return [
-            Place(files[int(number)], start, size) if is_apart else inline[start : start + size]
-            for is_apart, number, start, size in table.tolist()
-        ]
+        if (at := int(ends.max(initial=self.at))) > self.end:
+            raise ValueError("it ends early")
+        self.at = at
+        return np.stack([numbers, starts, sizes], axis=1)

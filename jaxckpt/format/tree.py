@@ -16,11 +16,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, Final, Literal, NamedTuple
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
-from jaxckpt.format.jsontext import expect, expect_shape, given, maybe_expect, short
+from jaxckpt.format.jsontext import expect, expect_all, expect_shape, given, maybe_expect, short
 
 # Version 2 has compressed chunks, and 3 has a leaf whose name ends in a slash; other trees remain
 # readable to releases that know 1.
@@ -109,7 +110,8 @@ class Leaf(NamedTuple):  # of which there are many: dataclasses take four times 
     @property
     def prefix(self) -> str:
         """Returns the prefix of the array's keys; empty for a bare leaf."""
-        return f"{self.name}/" if self.doubled else prefix_of(self.name)
+        name = ".".join(self.path) if self.alias is None else self.alias
+        return f"{name}/" if self.doubled else prefix_of(name)
 
     @property
     def array(self) -> StoredArray:
@@ -174,7 +176,10 @@ def path_text(path: Sequence[str]) -> str:
         >>> path_text(("params", "a/b", "0"))
         'params/a~1b/0'
     """
-    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in path)
+    text = "/".join(path)
+    if "~" in text or text.count("/") >= len(path):
+        text = "/".join(name.replace("~", "~0").replace("/", "~1") for name in path)
+    return text
 
 
 def parse_path(path: str | Sequence[object]) -> Path:
@@ -254,7 +259,7 @@ def _version(tree: Tree) -> int:
 
 
 def _ends_in_slash(leaf: Leaf) -> bool:
-    return leaf.path[-1:] != () and leaf.path[-1].endswith("/")
+    return leaf.path != () and leaf.path[-1][-1:] == "/"
 
 
 def kind_of(value_type: str) -> LeafKind:
@@ -408,28 +413,32 @@ def _unlike(root: Node | None, leaves: Sequence[Leaf]) -> list[str]:
 def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]:
     if not entries:
         raise damaged(file, "'tree_metadata' is empty")
+    fields = expect_all(entries.values(), dict, "an entry of 'tree_metadata'", file=file)
+    lists: list[Any] = [entry.get("key_metadata") for entry in fields]
+    all_keys = [*chain.from_iterable(expect_all(lists, list, "'key_metadata'", file=file))]
+    if not _are_keys(all_keys) or max(map(len, lists)) > MAX_READ_LEVELS:
+        bad = next(x for x in lists if len(x) > MAX_READ_LEVELS or not _are_keys(x))
+        raise damaged(file, f"'key_metadata' is not {MAX_READ_LEVELS} keys or less: {short(bad)}")
+    names, kinds = (iter([key[x] for key in all_keys]) for x in ("key", "key_type"))
+    paths = [(*islice(names, n),) for n in map(len, lists)]
+    if len({*paths}) != len(paths):
+        raise damaged(file, "two leaves have the same path")
     leaves = []
     alike: dict[str, dict[str, Any]] = {}  # the facts of each distinct value, by its text
-    for entry in entries.values():
-        fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
-        path, key_types = _decode_path(fields.get("key_metadata"), file)
-        text = repr(value := fields.get("value_metadata"))
-        if text not in alike:
-            alike[text] = _decode_value(value, path_text(path), file)
-        leaves.append(Leaf(path, key_types, **alike[text]))
-    if len({leaf.path for leaf in leaves}) != len(leaves):
-        raise damaged(file, "two leaves have the same path")
+    for path, entry in zip(paths, fields, strict=True):
+        text = repr(value := entry.get("value_metadata"))
+        if (facts := alike.get(text)) is None:
+            facts = alike[text] = _decode_value(value, path_text(path), file)
+        leaves.append(Leaf(path, (*islice(kinds, len(path)),), **facts))
     return tuple(leaves)
 
 
-def _decode_path(value: object, file: str) -> tuple[Path, tuple[int, ...]]:
-    keys: list[Any] = expect(value, list, "'key_metadata'", file=file)
-    if {*map(type, keys)} <= {dict} and len(keys) <= MAX_READ_LEVELS:
-        path = tuple([key.get("key") for key in keys])
-        key_types = tuple([key.get("key_type") for key in keys])
-        if {*map(type, path)} <= {str} and {*map(repr, key_types)} <= {"1", "2"}:
-            return path, key_types
-    raise damaged(file, f"'key_metadata' is not {MAX_READ_LEVELS} keys or less: {short(keys)}")
+def _are_keys(keys: Sequence[Any]) -> bool:
+    return (
+        {*map(type, keys)} <= {dict}
+        and {type(key.get("key")) for key in keys} <= {str}
+        and {repr(key.get("key_type")) for key in keys} <= {"1", "2"}
+    )
 
 
 def _decode_value(value: object, where: str, file: str) -> dict[str, Any]:
@@ -501,8 +510,7 @@ def _decode_node(value: object, file: str) -> Node:
     if node_type not in ("dict", "list", "tuple", "odict", "class"):
         raise damaged(file, f"unknown container type {node_type!r}")
     names = expect(fields.get("names"), list, "'names'", file=file)
-    for name in names:
-        expect(name, str, "a child's name", file=file)
+    expect_all(names, str, "a child's name", file=file)
     children = expect(fields.get("children", [None] * len(names)), list, "'children'", file=file)
     keys, cls = fields.get("keys"), fields.get("class")
     for key in expect([] if keys is None else keys, list, "'keys'", file=file):

@@ -237,7 +237,7 @@ def dump_node(data: bytes, folder: str, prefix: bytes) -> Node:
     height, entries = node["height"], node["entries"]
     if height:
         keys = [prefix + entry["subtree_common_prefix"] for entry in entries]
-        return Node(height, keys, [_place(entry["location"]) for entry in entries])
+        return Node.of(height, keys, [_place(entry["location"]) for entry in entries])
     keys = [prefix + entry["key"] for entry in entries]
     inline = [entry.get("inline_value") for entry in entries]
     values = [
@@ -245,7 +245,7 @@ def dump_node(data: bytes, folder: str, prefix: bytes) -> Node:
         for entry, value in zip(entries, inline, strict=True)
     ]
     entries.clear()  # TensorStore 0.1.86 never frees the values of a dict that it returns
-    return Node(height, keys, values)
+    return Node.of(height, keys, values)
 
 
 def _place(location: str | None) -> Place:

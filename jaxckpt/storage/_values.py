@@ -10,22 +10,54 @@ size of a decoded node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Final, NamedTuple
+from itertools import chain, count, pairwise
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from jaxckpt.format import ocdbt
 from jaxckpt.format.names import OCDBT_MANIFEST
-from jaxckpt.format.ocdbt import Foreign, Place, Root
+from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, value_at
 from jaxckpt.storage._ahead import together
 from jaxckpt.storage._protocol import Storage
 
 _MOST_NODE_BYTES: Final = 64 << 20  # of one, and of those in memory at a time
 
-Values = dict[str, bytes | Place]  # by key
+
+@final
+class Places(Mapping[str, bytes | Place]):
+    """Values or their places, by key, as a table: objects for a million would take seconds."""
+
+    def __init__(self, leaves: Sequence[Node]) -> None:
+        self._rows = dict(zip(chain.from_iterable(x.keys for x in leaves), count(), strict=False))
+        self.sources: list[str | bytes] = []  # as of `Node`
+        tables = []
+        for node in leaves:
+            tables.append(node.table + np.array([len(self.sources), 0, 0]))
+            self.sources += node.sources
+        self.sources.append(b"")  # of one more row, for keys that are not there
+        self.table = np.concatenate([*tables, [[len(self.sources) - 1, 0, 0]]])
+
+    def find(self, prefixes: Sequence[str], suffixes: Sequence[str]) -> np.ndarray[Any, Any]:
+        """Returns the row of each key, `int64[prefix, suffix]`; -1 if it is not there."""
+        get, ends = self._rows.get, [suffix.encode() for suffix in suffixes]
+        rows = [get(start + end, -1) for start in map(str.encode, prefixes) for end in ends]
+        return np.array(rows, np.int64).reshape(len(prefixes), -1)
+
+    def at(self, rows: Any) -> Iterator[bytes | Place]:
+        """Yields the values in some rows, or their places."""
+        return (value_at(self.sources, row) for row in self.table[rows].tolist())
+
+    def __getitem__(self, key: str) -> bytes | Place:
+        return next(self.at([self._rows[key.encode(errors="surrogatepass")]]))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(bytes.decode, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 class _Reference(NamedTuple):
@@ -43,7 +75,7 @@ def find_values(
     max_keys: int | None = None,
     wanted: Iterable[str] | None = None,
     nodes: list[Place] | None = None,
-) -> Values | None:
+) -> Places | None:
     """Returns the values of the database in a directory, or their places, by key.
 
     Args:
@@ -66,7 +98,7 @@ def find_values(
             if wanted is None:
                 return None
             some_keys = sorted(key.encode() for key in wanted)
-        found: Values = {}
+        leaves: list[Node] = []
         read: list[Place] = []
         level = [_Reference(root.place, b"", root.height)]
         while level:
@@ -74,12 +106,13 @@ def find_values(
             _check_apart(path, read)
             batches = _batches(path, level)
             level = [
-                n for some in batches for n in _take(storage, path, some, found, most, some_keys)
+                n for some in batches for n in _take(storage, path, some, leaves, most, some_keys)
             ]
     except Foreign:
         return None
     if nodes is not None:
         nodes += read
+    found = Places(leaves)
     if some_keys is None and len(found) != most:
         raise ValueError(f"{path}/{OCDBT_MANIFEST}: {len(found)} keys were found, not {most}")
     return found
@@ -134,11 +167,11 @@ def _take(
     storage: Storage,
     path: str,
     some: Sequence[_Reference],
-    found: Values,
+    leaves: list[Node],
     most: int,
     wanted: Sequence[bytes] | None,
 ) -> Iterator[_Reference]:
-    """Adds the values in nodes, up to `most` in all; yields references to the nodes below."""
+    """Adds the nodes with values, up to `most` in all; yields references to the nodes below."""
     calls = [partial(read_place, storage, path, node.place) for node in some]
     for (place, prefix, height), data in zip(some, together(storage, calls), strict=True):
         where = f"{path}/{place.file}: the index node at byte {place.offset}"
@@ -147,11 +180,14 @@ def _take(
             from jaxckpt.storage._arrays import dump_node as decode
         try:
             decoded = decode(data, ocdbt.folder_of(place.file), prefix)
-            names = [] if height else [key.decode() for key in decoded.keys]
+            b"\n".join(() if height else decoded.keys).decode()  # raises if a key is no text
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        if decoded.height != height or len(found) + len(decoded.keys) > most:
+        count = sum(len(node.keys) for node in leaves)
+        if decoded.height != height or count + len(decoded.keys) > most:
             raise ValueError(f"{where} does not belong to this tree")
-        found.update(zip(names, decoded.values, strict=False))
-        both = zip(decoded.keys, decoded.values, strict=True) if height else ()
+        if not height:
+            leaves.append(decoded)
+            continue
+        both = zip(decoded.keys, decoded.values, strict=True)
         yield from (_Reference(at, key, height - 1) for key, at in both if isinstance(at, Place))

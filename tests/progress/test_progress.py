@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core import box as _box
-from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.chunks import LeafRead, layout_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.reader import read_leaves
@@ -75,7 +75,8 @@ def test_bytes_grow_while_a_restore_reads(tmp_path):
 
     tree = open_tree(item, "state")
     leaf = tree.tree.leaves[0]
-    reads = [LeafRead(leaf=leaf, boxes=(_box.whole(leaf.shape),), dtype=np.dtype(np.uint8))]
+    layout = layout_of(leaf.array, (_box.whole(leaf.shape),), np.dtype(np.uint8))
+    reads = [LeafRead(leaf, layout)]
     for _ in read_leaves(tree, reads, budget_bytes=1 << 30, landed=counts.append):
         pass
 

@@ -20,7 +20,7 @@ from jaxckpt._core.box import Box
 from jaxckpt._core.spread import grouped
 from jaxckpt._restore.carry import Pack, Spread, carriers_of
 from jaxckpt._restore.once import goes_on
-from jaxckpt._restore.placement import LeafPlan
+from jaxckpt._restore.placement import How, LeafPlan
 from jaxckpt.cli._plan.cluster import Host, cluster_of
 from jaxckpt.format.tree import Leaf, StoredArray
 from tests.workers.once import tree_of_every_kind
@@ -151,10 +151,8 @@ def test_thousands_of_hosts_get_only_what_they_want():
     sharding, host = NamedSharding(cluster.mesh, P("fsdp", "tp")), Host(index, 4096)
     stored = StoredArray(shape=(8192, 4096), dtype="float32", chunk_shape=(128, 1024))
     boxes = host.boxes_of(sharding, stored.shape)
-    plans = [
-        LeafPlan((str(i),), leaf_of(f"{i}", stored), None, "array", np.dtype("f4"), sharding, boxes)
-        for i in range(64)
-    ]
+    how = How(None, "array", np.dtype("f4"), sharding, boxes)
+    plans = [LeafPlan((str(i),), leaf_of(f"{i}", stored), how) for i in range(64)]
 
     carriers = carriers_of(
         *(DATABASE, plans, host, 1 << 27),  # pyright: ignore[reportArgumentType]
@@ -164,7 +162,7 @@ def test_thousands_of_hosts_get_only_what_they_want():
 
     assert len(carriers) == 64
     moved = sum(one.moved_bytes() for one in carriers)
-    read = sum(4 * box.size for one in carriers for part in one.parts for box in part.boxes)
+    read = sum(4 * box.size for one in carriers for part in one.parts for box in part.how.boxes)
     chunks = 4 * 128 * 1024 * 4  # of one array, on the devices of a host
     assert read + moved == 64 * chunks
     assert chunks // 2 <= read <= 2 * chunks
@@ -178,7 +176,8 @@ def test_shards_without_replicas_are_not_added_up():
     sharding, host = NamedSharding(mesh, P("x", "y")), Host(0, 2)
     stored = StoredArray(shape=(2048, 2048), dtype="float32", chunk_shape=(1024, 1024))
     boxes = host.boxes_of(sharding, stored.shape)
-    plan = LeafPlan(("a",), leaf_of("a", stored), None, "array", np.dtype("f4"), sharding, boxes)
+    how = How(None, "array", np.dtype("f4"), sharding, boxes)
+    plan = LeafPlan(("a",), leaf_of("a", stored), how)
 
     (carrier,) = carriers_of(
         *(DATABASE, [plan], host, 1 << 27),  # pyright: ignore[reportArgumentType]
@@ -195,7 +194,8 @@ def test_a_sharding_that_leaves_a_dimension_open_is_read_directly():
     mesh, host = mesh_of(a=8), Host(0, 2)
     stored = StoredArray(shape=(2048, 2048), dtype="float32", chunk_shape=(256, 2048))
     target = NamedSharding(mesh, P(P.UNCONSTRAINED, None))
-    plan = LeafPlan(("a",), leaf_of("a", stored), None, "array", np.dtype("f4"), target)
+    how = How(None, "array", np.dtype("f4"), target)
+    plan = LeafPlan(("a",), leaf_of("a", stored), how)
     where: tuple[Any, ...] = (DATABASE, [plan], host, 1 << 27)
 
     assert carriers_of(*where, devices=jax.devices()) == []
@@ -217,7 +217,7 @@ def test_arrays_move_over_meshes_of_any_sides(shape, unit):
     for spec in specs:
         target = NamedSharding(mesh, spec)
         boxes = (Box((0, 0), stored.shape),)
-        plan = LeafPlan(("x",), saved, None, "array", np.dtype("f4"), target, boxes)
+        plan = LeafPlan(("x",), saved, How(None, "array", np.dtype("f4"), target, boxes))
         where: tuple[Any, ...] = (DATABASE, [plan], job, 1 << 20)
         found = carriers_of(*where, devices=devices)
         for one in (carrier for carrier in found if isinstance(carrier, Spread)):  # no pack

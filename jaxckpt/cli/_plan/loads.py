@@ -14,20 +14,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from jaxckpt._core.box import whole
 from jaxckpt._core.plan import SavePlan, plan_save
-from jaxckpt._disk.chunks import LeafRead, adjacent, units_read
+from jaxckpt._disk.chunks import LeafRead, adjacent, layout_of, units_read
 from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._disk.places import Table
 from jaxckpt._disk.reader import BATCH_BYTES, grouped_reads
 from jaxckpt._disk.writer import plan_writes, write_arrays
 from jaxckpt._restore.carry import carriers_of
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._restore.placement import LeafPlan
+from jaxckpt._restore.placement import How, LeafPlan
 from jaxckpt.cli._plan.cluster import Cluster, Host
 from jaxckpt.cli._plan.tree import PlannedLeaf, PlannedTree
 from jaxckpt.format import names
@@ -146,30 +146,22 @@ def _load_of(written: Table) -> Load:
 # --- restores --------------------------------------------------------------------------------
 
 
-class _Range(NamedTuple):
-    """A chunk, or inner chunk, to read."""
-
-    size: int  # without its checksum
-    file: str
-    offset: int
-
-
 def _leaf_plan(one: PlannedLeaf, host: Host) -> LeafPlan:
     leaf, shape = one.leaf, one.leaf.array.shape
     boxes = (whole(shape),) if one.sharding is None else host.boxes_of(one.sharding, shape)
     dtype = None if leaf.kind == "key" else dtype_of(leaf.dtype or leaf.array.dtype)
-    return LeafPlan(leaf.path, leaf, None, leaf.kind, dtype, one.sharding, boxes)
+    return LeafPlan(leaf.path, leaf, How(None, leaf.kind, dtype, one.sharding, boxes))
 
 
 def _read(plans: Sequence[LeafPlan], places: Mapping[str, bytes | Place]) -> Load:
     """Returns the ranges that a process reads for some leaves, as `_disk.chunks` reads them."""
     reads = [
-        LeafRead(leaf=plan.saved, boxes=plan.boxes, dtype=dtype_of(plan.saved.array.dtype))
-        for plan in plans
+        LeafRead(x.saved, layout_of(x.saved.array, x.how.boxes, dtype_of(x.saved.array.dtype)))
+        for x in plans
     ]
     total, requests = 0, 0
     for group in grouped_reads(reads, BATCH_BYTES, may_group=True):
-        ranges: list[_Range] = []
+        ranges: dict[str, list[tuple[int, int]]] = {}  # by file: offset, and size of a chunk
         for read in group:
             indices = set[str]()  # the chunks whose index is read
             layout, stored = read.layout, read.leaf.array
@@ -182,10 +174,11 @@ def _read(plans: Sequence[LeafPlan], places: Mapping[str, bytes | Place]) -> Loa
                 if part.inner is not None:
                     indices.add(key)
                     offset += part.inner * (part.size + CRC_BYTES)
-                ranges.append(_Range(part.size, place.file, offset))
+                ranges.setdefault(place.file, []).append((offset, part.size))
             if indices:
                 requests += len(indices)
                 total += len(indices) * index_bytes(stored)
-        requests += sum(1 for _ in adjacent(ranges))
-        total += sum(one.size + CRC_BYTES for one in ranges)
+        for some in map(np.array, ranges.values()):
+            requests += sum(1 for _ in adjacent(*some.T))
+            total += int((some[:, 1] + CRC_BYTES).sum())
     return Load(bytes=total, requests=requests)
