@@ -31,8 +31,13 @@ def read_identity(index: StepIndex) -> Identity | None:
 
 
 def _in_steps(index: StepIndex) -> Identity | None:
-    newest = map(newest_saved, indexes_in(index))
-    return next((Identity(id=one.run) for one in newest if one is not None and one.run), None)
+    newest, file = map(newest_saved, indexes_in(index)), f"{index.root}/{names.RUN}"
+    if not (found := next((one.run for one in newest if one is not None and one.run), "")):
+        return None
+    with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
+        data = index.storage.read(file, max_bytes=run.MAX_BYTES)
+        return run.decode(Identity, data, file=file, id=found)  # if only the id is damaged
+    return Identity(id=found, directory=None)
 
 
 def indexes_in(local: StepIndex) -> Iterator[StepIndex]:
@@ -67,7 +72,8 @@ def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str
     if known is not None:
         return known.id
     known = None if is_new(entries) else _in_steps(index)
-    return put_identity(index, known or Identity(id=wanted or secrets.token_hex(16))).id
+    new = Identity(id=known.id if known is not None else wanted or secrets.token_hex(16))
+    return put_identity(index, new).id
 
 
 def is_new(entries: Mapping[str, Entry] | None) -> bool:

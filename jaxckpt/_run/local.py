@@ -7,7 +7,8 @@ The id of a run with a local directory is
                                   URL; or it is new, and the local directory never named another
     a new id                      otherwise
 
-A local directory belongs to the run if it has this id, or lacks steps. A directory of an older
+A local directory belongs to the run if it has this id, or lacks steps. If its file is lost, its
+steps show the id, but not the URL: a new run does not take them. A directory of an older
 release has steps but lacks an id: it belongs to the run if one save is in both roots. If the steps
 are of another run, nothing is done to them, and the run saves in `run-<token>` there.
 """
@@ -109,7 +110,7 @@ def _learn(
     url, here = directory.root, identities_in(local)
     ours = {at: one.id for at, one in here.items() if one and one.directory == url}
     named, root = next(iter(ours.values()), ""), here[local.root]
-    free = root.id if root is not None and not root.directory else ""
+    free = root.id if root is not None and root.directory == "" else ""
     ask = partial(_learn_there, directory, named or free, writes=writes)
     has_steps = any(_steps_in(StepIndex(local.storage, at, quiet=True)) for at in ours)
     try:
@@ -238,7 +239,7 @@ def _is_copy(identity: Identity, directory: StepIndex) -> bool:
     Both have the same id. If the directory that the local steps name has it no more, the run was
     moved; if that cannot be found out, nothing is taken from there.
     """
-    if identity.directory in ("", directory.root):
+    if identity.directory in (None, "", directory.root):
         return False
     try:
         storage, root = locate(identity.directory)
@@ -260,9 +261,10 @@ def _about_others(local: StepIndex, identity: Identity, home: str) -> str:
     name_it = f"echo '{run.encode(identity).decode()}' > {local.root}/{names.RUN}"
     keep = f" If they are of this run, stop the job and: rm -r {home} && {name_it}"
     whose, advice = "another run", f" If nobody needs them: {remove}."
-    if other is None:
-        whose = "another run or an older release, none of which is in the directory of this run"
+    if other is None or not other.directory:
         advice += keep
+    if other is None:
+        whose += " or an older release, none of which is in the directory of this run"
     elif other.directory == identity.directory:
         whose = f"another run of {other.directory}, or {names.RUN} is damaged there or here"
         advice = keep

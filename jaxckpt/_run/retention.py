@@ -69,7 +69,8 @@ class KeepPolicy:
         check_type(_KEEP, "when", self.when, Callable | None, "a function")
         check_flag(_KEEP, verified=self.verified)
         check_type(_KEEP, "move_to", self.move_to, str | None, _FOLDER)
-        if self.move_to is not None and not _is_folder(self.move_to):
+        is_path = (to := self.move_to or "").startswith("/") and "\0" not in to
+        if not (self.move_to is None or is_path or is_free_in_root(to)):
             raise ValueError(f"{_KEEP}: move_to must be {_FOLDER}, got {self.move_to!r}")
         metric = "a name in the metrics, or a function of them"
         check_type(_KEEP, "metric", self.metric, str | Callable | None, metric)
@@ -195,10 +196,6 @@ def value_of(
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
         return None
     return value
-
-
-def _is_folder(path: str) -> bool:
-    return (path.startswith("/") and "\0" not in path) or is_free_in_root(path)
 
 
 def _spaced(infos: Sequence[StepInfo], seconds: float) -> list[StepInfo]:

@@ -1,6 +1,6 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
-    _jaxckpt.run            {"id", "directory": URL, "check": digest of the id}
+    _jaxckpt.run            {"id", "directory": URL, "check": digest of the two}
     _jaxckpt.steps          [directory names], where peers are to read the steps
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to", "began_ns"}
@@ -154,7 +154,7 @@ class Identity:
     """Names which run a directory has the steps of."""
 
     id: str  # random, made once with the run
-    directory: str = ""  # in a local directory of the run: the URL of the run's directory
+    directory: str | None = ""  # in a local directory: the URL of the run; None if unknown
 
 
 def decode_steps(data: bytes, *, file: str) -> list[str]:
@@ -211,19 +211,19 @@ RootFile = TypeVar("RootFile", Identity, Owner, Doomed, Lease)
 
 def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
     top = given({one.name: getattr(record, one.name) for one in fields(record)})
-    return jsontext.dumps(top | ({"check": _check(top["id"])} if "id" in top else {}))
+    return jsontext.dumps(top | ({"check": _check(top)} if "id" in top else {}))
 
 
-def _check(found: Any) -> str:
-    return hashlib.sha256(ascii(found).encode()).hexdigest()[:16]
+def _check(top: Mapping[str, Any]) -> str:
+    return hashlib.sha256(ascii([*map(top.get, ("id", "directory"))]).encode()).hexdigest()[:16]
 
 
-def decode(kind: type[RootFile], data: bytes, *, file: str) -> RootFile:
-    """Decodes what `encode` made; names of steps that are none are left out."""
-    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+def decode(kind: type[RootFile], data: bytes, *, file: str, **known: str) -> RootFile:
+    """Decodes what `encode` made, or what it is with `known` fields; leaves out invalid steps."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file) | known
     values: dict[str, Any] = {}
-    if "check" in top and top["check"] != _check(top.get("id")):  # older releases wrote none
-        raise damaged(file, "'id' is not what was written")
+    if "check" in top and top["check"] != _check(top):  # older releases wrote none
+        raise damaged(file, "'id' or 'directory' is not what was written")
     for one in fields(kind):
         if top.get(one.name) is None and (one.default, one.default_factory) != (MISSING, MISSING):
             continue

@@ -302,11 +302,20 @@ def flip(file):
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
 
 
-def train_ahead(path, steps, disk="nvme"):
+def damage(file, how):
+    if how == "flip":
+        flip(file)
+    else:
+        file.write_bytes(b"")
+    if how == "gone":
+        file.unlink()
+
+
+def train_ahead(path, steps, disk="nvme", directory="A"):
     """Saves each step on a disk, and each fourth in the directory."""
     tier = LocalTier(path / disk, save=EACH, keep=LAST)
     save = SavePolicy(every_steps=4)
-    with CheckpointManager(path / "A", local=tier, save=save, timeout_s=60) as manager:
+    with CheckpointManager(path / directory, local=tier, save=save, timeout_s=60) as manager:
         _, start = manager.restore_or(lambda: {"n": 0})
         for step in steps:
             manager.save(step, {"n": step}).result()
@@ -343,8 +352,56 @@ def test_a_wrong_digit_without_a_digest_advises_to_remove_nothing(tmp_path, plac
     assert train_ahead(tmp_path, [8])[0] == 7
 
 
-@pytest.mark.parametrize("damage", ["flip", "empty", "gone"])
-def test_a_damaged_id_beside_shares_is_read_from_a_share(tmp_path, damage):
+@pytest.mark.parametrize("how", ["flip", "empty", "gone"])
+def test_a_damaged_id_gives_the_steps_of_a_disk_to_no_new_run(tmp_path, how):
+    train_ahead(tmp_path, range(1, 8))
+    damage(tmp_path / "nvme" / "_jaxckpt.run", how)
+
+    start, [problem] = train_ahead(tmp_path, [1], directory="B")
+    assert start == 0
+    assert "6, 7 are steps of another run" in problem
+    assert ("If they are of this run, stop the job" in problem) == (how != "flip")
+    assert train_ahead(tmp_path, [8]) == (7, [])
+    assert train_ahead(tmp_path, [], directory="B")[0] == 1
+
+
+@pytest.mark.parametrize("how", ["flip", "empty", "gone"])
+def test_a_damaged_id_beside_shares_gives_them_to_no_new_run(tmp_path, how):
+    def job(processes, steps, directory):
+        return train_ahead(tmp_path, steps, f"host{processes.index}", directory)[0]
+
+    simulate(2, functools.partial(job, steps=range(1, 8), directory="A"), timeout_s=60)
+    damage(tmp_path / "host0" / "_jaxckpt.run", how)
+
+    new = functools.partial(job, steps=[1], directory="B")
+    assert simulate(2, new, timeout_s=60) == [0, 0]
+    again = functools.partial(job, steps=[8], directory="A")
+    assert simulate(2, again, timeout_s=60) == [7, 7]
+
+
+def test_a_copy_of_a_run_does_not_take_its_steps_by_a_damaged_id(tmp_path):
+    """The digest in the file shows that the URL of the original is right."""
+    train_ahead(tmp_path, range(1, 8))
+    flip(tmp_path / "nvme" / "_jaxckpt.run")
+    shutil.copytree(tmp_path / "A", tmp_path / "copy")
+
+    assert train_ahead(tmp_path, [], directory="copy")[0] == 4
+    assert train_ahead(tmp_path, [8]) == (7, [])
+
+
+def test_steps_of_a_lost_directory_and_a_lost_id_can_be_brought_back(tmp_path):
+    train_ahead(tmp_path, range(1, 8))
+    (tmp_path / "nvme" / "_jaxckpt.run").unlink()
+    shutil.rmtree(tmp_path / "A")
+
+    start, [problem] = train_ahead(tmp_path, [])
+    assert start == 0
+    subprocess.run(problem.partition("stop the job and: ")[2], shell=True, check=True)
+    assert train_ahead(tmp_path, [8])[0] == 7
+
+
+@pytest.mark.parametrize("how", ["flip", "empty", "gone"])
+def test_a_damaged_id_beside_shares_is_read_from_a_share(tmp_path, how):
     """What several processes save on a disk lies below the file with the id."""
 
     def job(processes, steps):
@@ -354,12 +411,7 @@ def test_a_damaged_id_beside_shares_is_read_from_a_share(tmp_path, damage):
     files = [tmp_path / f"host{rank}" / "_jaxckpt.run" for rank in (0, 1)]
     ids = [file.read_bytes() for file in files]
     for file in files:
-        if damage == "flip":
-            flip(file)
-        else:
-            file.write_bytes(b"")
-        if damage == "gone":
-            file.unlink()
+        damage(file, how)
 
     assert simulate(2, functools.partial(job, steps=[8]), timeout_s=60) == [(7, [])] * 2
     assert [file.read_bytes() for file in files] == ids
