@@ -60,6 +60,7 @@ class FileItem:
     told: Callable[[], Json] = lambda: None
     heard: Json = None
     handler: str = step.JSON_HANDLER
+    kind: str = "files"  # "common" if only process 0 has to have it
 
     @property
     def size_bytes(self) -> int:
@@ -78,7 +79,7 @@ class FileItem:
         return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
-        return {"item": "files", "told": self.heard}
+        return {"item": self.kind, "told": self.heard}
 
     def hear(self, told: Json) -> None:
         """Takes what process 0 told."""

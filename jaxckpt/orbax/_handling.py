@@ -51,7 +51,7 @@ class Stored:
     def __call__(self, name: str, processes: Processes) -> SaveItem:
         """Copies this process's share to the host."""
         if (files := self.files) is not None:
-            return FileItem(name=name, common=lambda: files, handler=self.handler)
+            return FileItem(name=name, common=lambda: files, handler=self.handler, kind="common")
         _check_global(self.tree)
         item = take_tree(name, self.tree, processes, copy=True)
         item.handler = self.handler

@@ -9,6 +9,7 @@ import shutil
 import stat
 import tracemalloc
 from fractions import Fraction
+from functools import partial
 
 import grain.python as grain
 import jax
@@ -24,6 +25,7 @@ import jaxckpt.orbax.v1 as ours_v1
 from jaxckpt import SaveFailed, UnsupportedFormat
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode_record, encode_record
+from jaxckpt.testing import simulate
 from tests.orbax.twice import raised, read_each, twice
 
 METADATA = names.CHECKPOINT_METADATA
@@ -194,6 +196,24 @@ def test_a_lost_state_is_damage_wherever_it_was_in_the_args(tmp_path):
 
     with pytest.raises(jaxckpt.CorruptCheckpoint, match="1/state/_METADATA is missing"):
         jaxckpt.restore(tmp_path / "1")
+
+
+@pytest.mark.multihost
+def test_an_item_of_json_that_only_process_0_has_is_saved(tmp_path):
+    """As by Orbax, which loses one that only another process has; that is an error here."""
+
+    def run(processes, who):
+        items = {"state": ours.args.StandardSave({"n": 1})}
+        if processes.index == who:
+            items["config"] = ours.args.JsonSave({"a": who})
+        with ours.CheckpointManager(tmp_path / str(who)) as manager:
+            manager.save(1, args=ours.args.Composite(**items))
+            manager.wait_until_finished()
+            return manager.restore(1).config
+
+    assert simulate(2, partial(run, who=0)) == [{"a": 0}] * 2
+    with pytest.raises(jaxckpt.ProcessesDisagree, match="saves different items"):
+        simulate(2, partial(run, who=1))
 
 
 def test_damaged_metadata_of_a_step_is_not_another_time(tmp_path):
