@@ -73,14 +73,16 @@ def read_leaves(
     if not reads:
         return
     window_bytes = int(budget_bytes * _WINDOW)
-    most_bytes = window_bytes if any(x.beside for x in layouts(reads)) else budget_bytes
+    copies = item.found.storage.server_copies  # of a store's answers, to where they belong
+    copies_or_beside = copies or any(x.beside for x in layouts(reads))
+    most_bytes = window_bytes if copies_or_beside else budget_bytes
     threads = max(1, min(item.found.storage.reads_at_once, most_bytes // MAX_UNIT_BYTES))
     pool = Pool(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
     try:
         for batch in _batches(item, reads, pool, window_bytes):
-            least = isinstance(batch, Regions)
+            least = copies or isinstance(batch, Regions)
             cost = sum(
                 n * (x.total_bytes + min(x.total_bytes, window_bytes) * max(least, x.beside))
                 for x, n in layouts(batch.reads).items()

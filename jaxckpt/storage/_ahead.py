@@ -179,13 +179,12 @@ class Ahead:
         raise contradiction(path)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
-        from jaxckpt.storage._requests import filling
-
-        data = (self.data.get(path) or b"")[offset:]
+        data = memoryview(self.data.get(path) or b"")[offset:]
         if len(data) < sum(map(len, buffers)):
             self.inner.read_into(path, offset, buffers)
-        else:
-            filling(buffers)([data])
+            return
+        for buffer in buffers:
+            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
     def kind(self, path: str) -> EntryKind | None:
         if path in self._folders:

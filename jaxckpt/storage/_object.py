@@ -37,7 +37,6 @@ from jaxckpt.storage._requests import (
     all_of,
     callers,
     errors,
-    filling,
     is_beyond_the_end,
     is_condition,
     is_conflict,
@@ -53,7 +52,6 @@ from jaxckpt.storage._settings import (
 
 # Larger reads are divided, so that the parts arrive together and none takes far longer than others.
 _PART_BYTES: Final = 8 << 20
-_PIECE_BYTES: Final = 256 << 10  # of a part, copied into its place as it arrives
 _PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
 _MOST_GRPC_BYTES: Final = 256 << 20  # of a file: TensorStore takes it whole
 _PAGE: Final = 1000  # what stores list in one request
@@ -114,13 +112,17 @@ class ObjectStorage(WithoutDirectories):
         all_of(callers(), calls)
 
     def _part_into(self, path: str, start: int, buffers: Sequence[Any]) -> None:
-        size, fill = sum(map(len, buffers)), filling(buffers)
+        """Copies a part into its place as soon as it has arrived, beside other parts."""
+        data, at = np.frombuffer(self._range(path, start, sum(map(len, buffers))), np.uint8), 0
+        for buffer in buffers:
+            buffer[:] = data[at : at + len(buffer)]
+            at += len(buffer)
 
-        def get() -> int:
-            key, part = self._key(path), {"range": (start, start + size)}
+    def _range(self, path: str, start: int, length: int) -> memoryview:
+        def get() -> memoryview:
+            key = self._key(path)
             try:
-                answer = obs().get(self._store, key, options=part)
-                return fill(answer.stream(min_chunk_size=_PIECE_BYTES))
+                return memoryview(obs().get_range(self._store, key, start=start, length=length))
             except FileNotFoundError:
                 there = obs().list_with_delimiter(self._store, posixpath.dirname(key))["objects"]
                 if not any(one["path"] == key for one in there):
@@ -128,14 +130,16 @@ class ObjectStorage(WithoutDirectories):
                 raise errors().GenericError("404 Not Found of a listed object") from None
 
         try:
-            found = self.requests.read("read", path, get, size=size)
+            data = self.requests.read("read", path, get, size=length)
         except StoreError as error:
             if not is_beyond_the_end(error):
                 raise
-            found = 0
-        if found != size:
-            end, more = start + found, size - found
-            raise EOFError(f"{path}: the file ends at byte {end}, expected {more} more bytes")
+            data = memoryview(b"")
+        if len(data) != length:
+            raise EOFError(
+                f"{path}: the file ends at byte {start + len(data)}, expected {length} more bytes"
+            )
+        return data
 
     def kind(self, path: str) -> EntryKind | None:
         if path == self.root:  # no object

@@ -14,12 +14,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, final
-
-import numpy as np
 
 from jaxckpt._core.threads import Threads, daemons
 from jaxckpt.errors import StoreError
@@ -247,31 +245,6 @@ class Requests:
     def endpoint(self) -> str:
         """Returns the endpoint and its origin, for messages."""
         return endpoint_of(self._scheme, self._bucket, self._settings)
-
-
-def filling(buffers: Sequence[Any]) -> Callable[[Iterable[Any]], int]:
-    """Returns what copies an answer into buffers, one after the other, and returns its bytes.
-
-    Once they are full, a second answer changes nothing: they may be in use by then.
-    """
-    lock, wanted, is_full = threading.Lock(), sum(map(len, buffers)), False
-
-    def fill(pieces: Iterable[Any]) -> int:
-        nonlocal is_full
-        rest, room, size = iter(buffers), np.empty(0, np.uint8), 0
-        for piece in pieces:
-            data = np.frombuffer(piece, np.uint8)
-            with lock:
-                while len(data) and size < wanted and not is_full:
-                    room = room if len(room) else next(rest)
-                    count = min(len(room), len(data))
-                    room[:count] = data[:count]
-                    room, data, size = room[count:], data[count:], size + count
-                if is_full := is_full or size == wanted:
-                    return max(wanted, size + len(data))
-        return size
-
-    return fill
 
 
 def errors() -> Any:

@@ -17,7 +17,7 @@ import pytest
 from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
 from jaxckpt.storage._locks import LeasedLock, steady_s
-from jaxckpt.storage._requests import REQUESTS_AT_ONCE, callers, filling
+from jaxckpt.storage._requests import REQUESTS_AT_ONCE, callers
 from tests.storage_contract import StorageContract
 from tests.stores.clients import Obstore
 from tests.stores.proxy import Answer, Delay, Reset
@@ -494,30 +494,6 @@ def test_a_read_in_parts_is_whole(server, root):
         storage.read_into(path, 7, buffers)
     with pytest.raises(EOFError):
         storage.read_into(path, 1 << 30, buffers[:1])
-
-
-def test_an_answer_that_is_late_changes_nothing():
-    """A slow read is sent a second time; the buffers are in use once one answer has filled them."""
-    buffers = [np.zeros(n, np.uint8) for n in (1, 3, 4)]
-    fill, lengths = filling(buffers), []
-
-    def late():
-        yield b"12"
-        lengths.append(fill([b"1234567", b"8"]))
-        for buffer in buffers:
-            buffer[:] = ord("0")
-        yield b"345678"
-
-    lengths.append(fill(late()))
-
-    assert b"".join(buffers) == b"00000000"
-    assert lengths == [8, 8]
-
-
-@pytest.mark.parametrize("answer", [b"1234567", b"123456789"])
-def test_an_answer_of_another_length_is_seen(answer):
-    """Whether it is shorter or longer than the buffers."""
-    assert filling([np.zeros(8, np.uint8)])([answer[:5], answer[5:]]) == len(answer)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
