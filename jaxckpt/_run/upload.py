@@ -100,8 +100,7 @@ def upload(
             f"{found.path} was not written by jaxckpt. Copy it with `jaxckpt convert`."
         )
     path = target.path(step)
-    if not target.owned:  # another process of the job may have deleted it
-        target.forget(step)
+    target.forget(step)  # another process of the job, or others, may have deleted it
     if target.is_committed(step):
         there = already_there(found, record, target, step)
         _follow_pin(found, target.storage, path, was_pinned=False)

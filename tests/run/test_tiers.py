@@ -1165,6 +1165,18 @@ def test_the_upload_of_a_dead_job_holds_no_step(tmp_path, local, store):
         assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
 
 
+def test_a_step_that_others_deleted_is_uploaded_when_it_is_saved_again(tmp_path, local):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (8, 10):
+            manager.save(step, {"n": step}).durable()
+        for root in (tmp_path / "run", local):
+            shutil.rmtree(root / "10")
+        assert manager.restore_or(lambda: {"n": 0})[1] == 8
+        manager.save(10, {"n": 1010}).durable()
+        assert manager.problems == []
+    assert jaxckpt.restore(tmp_path / "run" / "10") == {"n": 1010}
+
+
 def test_a_step_that_is_deleted_while_it_is_saved_pushes_no_other_out(tmp_path):
     """Without a local tier, too."""
     may_commit = threading.Event()
