@@ -193,7 +193,8 @@ def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
 
     Args:
         durable: The newest step of the directory, if that has one. It wins over a local step unless
-            their starts show that the local step is later.
+            that has no lower number, as a restore tries 30 before 25, and their starts show that
+            the local step is later.
 
     Example:
         >>> before, since = (("a", None),), (("a", None), ("b", 4))
@@ -215,7 +216,8 @@ def latest(steps: Iterable[Saved], durable: Saved | None = None) -> Saved | None
     steps = sorted(steps, key=lambda one: (-one.saved_ns, -one.step))
     newest = durable or (steps[0] if steps else None)
     for one in steps:
-        if newest is not None and one.is_newer(newest):
+        is_tried_later = durable is not None and one.step < durable.step
+        if newest is not None and one.is_newer(newest) and not is_tried_later:
             newest = one
     return newest
 

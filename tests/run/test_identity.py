@@ -482,6 +482,29 @@ def test_steps_saved_while_the_directory_is_away_are_of_the_run(tmp_path, train,
     assert train("run", [3], local="new")["from"] == "new 2"
 
 
+def test_steps_below_the_newest_of_a_directory_that_was_away_are_reported(tmp_path, train, store):  # noqa: F811
+    """The disk was put back to an older state meanwhile; the job went on from there."""
+    train("run", [10, 20])
+    shutil.copytree(tmp_path / "nvme", tmp_path / "older")
+    train("run", [30])
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "older") as manager:
+        assert manager.restore()["of"] == "run 20"
+        for step in (25, 27):
+            manager.save(step, {"of": f"older {step}"}).result()
+        shutil.copytree(tmp_path / "older", tmp_path / "old")
+        shutil.rmtree(tmp_path / "older")
+    store.away = None
+
+    said = train("run", [], local="old")
+    assert said["from"] == "run 30"
+    [problem] = said["problems"]
+    assert f"{tmp_path / 'old'}: steps [25, 27] are of an earlier life of this run" in problem
+    assert f"jaxckpt fork {tmp_path / 'old' / '27'} NEW" in problem
+    train("run", [35], local="old")
+    assert steps_in(tmp_path / "old") == [35]
+
+
 def test_no_step_is_saved_as_one_of_no_life(tmp_path, train, store):  # noqa: F811
     """Nothing tells how the run got to the step before, so a later start would not count on it."""
     train("run", [1])
