@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jaxckpt._core.text import command
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.pace import Pace
-from jaxckpt._disk.transaction import has_begun
+from jaxckpt._disk.transaction import Transaction, has_begun, take_over
 from jaxckpt._run.copies import Saved
 from jaxckpt._run.identity import newest_saved, saved_at
 from jaxckpt._run.root import Root, Stay
@@ -70,6 +71,8 @@ class Sender:
         shares = self.target.index.storage.server_copies or self.target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
         self._bytes_per_s: float | None = None  # of the last upload that shows it
+        # Attempts that failed where steps appear by a rename, with when they were found unwanted.
+        self.begun: dict[tuple[int, str], float] = {}
         # The newest step that this process sent; once process 0 has, it is committed.
         self.newest = -1
         self.newest_direct = -1  # that it saves or has saved in the directory itself
@@ -171,6 +174,30 @@ class Sender:
                 info = self.target.index.info(step)
             there = self.target.index.own_steps if not one.is_ours else tuple
             self.target.committed(info, stay=lambda: {*stay(), *there()})
+
+    def note_begun(self, one: Upload) -> None:
+        """Remembers an attempt that failed, for `clear`; in a store, `Root.tidy` clears up."""
+        if self.processes.index == 0 and self.target.index.storage.atomic_rename:
+            self.begun[one.step, self.token_of(one)] = math.inf
+
+    def clear(self, wanted: Callable[[], Sequence[tuple[int, str]]], sent_s: float) -> None:
+        """Removes what was sent in failed attempts that are not tried again.
+
+        Args:
+            wanted: Returns the attempts that wait or are under way.
+            sent_s: When the last step that all processes have sent began to wait: they send
+                nothing any more that was not wanted then.
+        """
+        index, may_send = self.target.index, self.source.group.leaders.count > 1
+        for one in self.begun.keys() - wanted():
+            left_s = self.begun[one] = min(self.begun[one], time.monotonic())
+            if may_send and left_s >= sent_s:
+                continue
+            with contextlib.suppress(CheckpointError, OSError):  # tried again at the next upload
+                self.target.owner.check()
+                args = index.storage, index.path(one[0]), one[1]
+                (take_over(*args) or Transaction(*args, False)).abort()
+                del self.begun[one]
 
     def refuse(self, one: Upload, error: Exception) -> None:
         """Lets process 0 know that the part of this process will not come."""

@@ -23,7 +23,7 @@ from jaxckpt._disk.pace import GaveWay
 from jaxckpt._run.copies import over_bound
 from jaxckpt._run.sender import Sender, Upload, may_pass
 from jaxckpt._save.worker import AGAIN, Failure, Worker
-from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed
+from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_full
 from jaxckpt.multihost import Processes, lead, meeting
 
 MEET_S: Final = 5.0  # for a meeting before a wait that is shorter
@@ -46,6 +46,8 @@ class Uploader:
         self._taken = set[tuple[int, str]]()  # steps, with tokens, whose upload has begun here
         self._given_up: list[int] = []  # steps whose upload ended with an error
         self._pause_s = 0.0
+        self._is_full = False  # whether the last upload found no room
+        self._sent_s = 0.0  # when the last step that was sent began to wait
         # The step to which an older upload gives way as soon as this step is committed locally.
         self.urgent: int | None = None
         self._report, self._root = sender.source.index.report, sender.target.index.root
@@ -53,6 +55,7 @@ class Uploader:
             name=f"jaxckpt-upload {self._root}",
             where=self._root,
             timeout_s=self._processes.timeout_s,
+            idle=lambda: sender.begun and sender.clear(self.attempts, self._sent_s),
             hurry=self._hurry,
             pick=self._pick,
             stopping=self._stop,
@@ -70,9 +73,9 @@ class Uploader:
         if one.step == self.urgent and one is not self.worker.current:
             self.sender.pace.give_way()
 
-    def attempts(self) -> list[tuple[int, str]]:
+    def attempts(self, only: Upload | None = None) -> list[tuple[int, str]]:
         """Returns the steps that are not uploaded yet, each with its token; "" if unknown."""
-        found = sorted(self.worker.under_way(), key=lambda one: one.step)
+        found = sorted([only] if only else self.worker.under_way(), key=lambda one: one.step)
         return [(one.step, self.sender.token_of(one)) for one in found]
 
     def follow(self, attempts: Iterable[tuple[int, str]], urgent: int | None = None) -> None:
@@ -221,15 +224,20 @@ class Uploader:
         with self.worker.lock:
             self._taken.add((one.step, one.token))
         try:
+            if self.sender.begun:  # if there was no room, this takes that of the others
+                is_alone = self._is_full and self._senders.count == 1
+                self.sender.clear(partial(self.attempts, one if is_alone else None), self._sent_s)
             self.sender.send(one, self.steps)
         except BaseException as error:
             return self._again_or_end(one, error)
-        self._pause_s = 0.0
+        self._pause_s, self._is_full, self._sent_s = 0.0, False, one.since_s
         self.sender.target.reach.answered()
         return self.note_committed(one)
 
     def _again_or_end(self, one: Upload, error: BaseException) -> object:
-        waited_s = time.monotonic() - one.since_s
+        waited_s, cause = time.monotonic() - one.since_s, error.__cause__ or error
+        self._is_full = is_full(cause)
+        self.sender.note_begun(one)
         gave_way = isinstance(error, GaveWay)
         if not (gave_way or may_pass(error)) or waited_s > self._processes.timeout_s:
             return self._end(one, error)

@@ -380,6 +380,75 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
         assert manager.tiers == {"local": [2, 4], "durable": [4], "waiting": []}
 
 
+def unfinished(run):
+    """Returns the steps of which a run's directory has a part under a temporary name."""
+    return {path.name.partition(".")[0] for path in run.glob("*.orbax-checkpoint-tmp-*")}
+
+
+def test_an_upload_that_is_dropped_leaves_nothing(tmp_path, local, store):
+    """Such parts of steps would fill the disk of the directory while the job runs."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        store.away, store.only = OSError(errno.EIO, "away"), "commit_success.txt"
+        for step in range(1, 5):
+            manager.save(step, state(step)).result()
+            wait_until(lambda step=step: str(step) in unfinished(run))
+        store.away = None
+        manager.wait_until_finished()
+        manager._tiers.uploader.worker.settle()
+
+        assert "step 1 was not uploaded: newer" in manager.problems[0].replace(f"{run}/", "step ")
+        assert not unfinished(run)
+
+
+def test_an_upload_that_is_given_up_leaves_nothing(tmp_path, local, store):
+    run = tmp_path / "run"
+    with CheckpointManager(run, local=LocalTier(local, durable_timeout_s=0.05)) as manager:
+        store.away, store.only = OSError(errno.EIO, "away"), "commit_success.txt"
+        with pytest.raises(SaveFailed, match="away"):
+            manager.save(1, state(1)).durable(60)
+        manager._tiers.uploader.worker.settle()
+
+        assert not unfinished(run)
+
+
+def test_a_full_directory_gets_rid_of_the_parts_of_older_steps(tmp_path, local, store):
+    """The newest is tried again in the room of the others, which are sent after it."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.away, store.only = OSError(errno.ENOSPC, "no room"), "commit_success.txt"
+        manager.save(1, state(1)).result()
+        wait_until(lambda: unfinished(tmp_path / "run") == {"1"})
+        manager.save(2, state(2)).result()
+        wait_until(lambda: unfinished(tmp_path / "run") == {"2"})
+        assert manager._tiers.uploader.steps() == [1, 2]
+        store.away = None
+        manager.wait_until_finished()
+
+        assert (manager.tiers["durable"], manager.problems) == ([1, 2], [])
+
+
+def test_what_hosts_sent_of_a_dropped_step_goes_after_a_later_step(tmp_path, store):
+    """By then, none of them sends the dropped one any more."""
+    run = tmp_path / "run"
+
+    def job(processes):
+        with CheckpointManager(run, local=tmp_path / f"{processes.index}") as manager:
+            for step in range(1, 5):
+                manager.save(step, state(step)).result()
+                wait_until(lambda step=step: str(step) in unfinished(run))
+            processes.within(60).gather("sent", None, len)
+            before, store.away = unfinished(run), None
+            for step in (5, 6):
+                manager.save(step, state(step)).durable()
+            manager.wait_until_finished()
+            manager._tiers.uploader.worker.settle()
+            processes.within(60).gather("settled", None, len)
+            return before, unfinished(run)
+
+    store.away, store.only = OSError(errno.EIO, "away"), "commit_success.txt"
+    assert simulate(2, job, timeout_s=60) == [({"1", "2", "3", "4"}, set())] * 2
+
+
 @pytest.mark.parametrize("by", ["this job", "the next job"])
 def test_what_an_overtaken_upload_left_in_a_store_is_removed(tmp_path, local, limits, by):
     """Once a newer step is there; what is left of other writes, such as a copy, stays."""
