@@ -8,14 +8,14 @@ any other pytree         a tree, like the state
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from jax.core import Tracer
 
-from jaxckpt._core.check import calling
+from jaxckpt._core.check import calling, check_type
 from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
@@ -194,7 +194,7 @@ class States:
             what = f"merge_states or split_state of item {self.name!r}"
             with calling(f"{what}; states wanted: {processes.count}"):
                 parts = value.split_state(value.merge_states(states), processes.count)
-                return dict(zip(range(processes.count), parts, strict=True))[processes.index]
+                return _divided(self.name, parts, processes.count)[processes.index]
         is_of_job = isinstance(first := states[0], dict) and _OF_JOB in first
         if is_of_job and typed_json.is_json(states) and all(s == first for s in states):
             return first
@@ -223,6 +223,15 @@ class States:
         if self.form == "grain" and (methods := _methods(value)) is not None:
             is_text = isinstance(methods[0](), bytes)
         return data if is_text else state
+
+
+def _divided(name: str, parts: Any, count: int) -> list[Any]:  # JSON, or bytes
+    """Returns the states that `split_state` has made; a dict is one state, and not divided."""
+    who, wanted = f"item {name!r}", f"a list of {count}, one state per process"
+    check_type(who, "the result of split_state", parts, list | tuple | Iterator, wanted)
+    if len(states := [*parts]) != count:
+        raise ValueError(f"{who}: the result of split_state must be {wanted}, got {len(states)}")
+    return states
 
 
 # This key distinguishes a state of Grain's DataLoader, which is bytes, from a dataset's state.

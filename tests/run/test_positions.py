@@ -163,11 +163,34 @@ def test_too_few_states_of_split_state_are_an_error(tmp_path):
 
     save_apart(tmp_path, Own, 4)
     data = Short(0, 2)
-    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="zip") as no:
+    wanted = "item 'data': the result of split_state must be a list of 1, .*, got 0"
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=wanted) as no:
         manager.restore(items={"data": data})
 
     assert data.plain.next == 0
     assert "item 'data'; states wanted: 1" in no.value.__notes__[0]
+
+
+@pytest.mark.parametrize("made", [{0: 5, 1: 5}, {"read": 10, "seed": 0}, "ab", b"cd", None])
+def test_split_state_returns_a_list(tmp_path, made):
+    """The keys of a dict with as many are no states."""
+
+    class Odd(Own):
+        def split_state(self, state, count):
+            return made
+
+    save_apart(tmp_path, Own, 4)
+
+    def run(processes):
+        data = Odd(processes.index, processes.count)
+        with CheckpointManager(tmp_path) as manager, pytest.raises(TypeError) as no:
+            manager.restore(items={"data": data})
+        return str(no.value), data.plain.next
+
+    wanted = "item 'data': the result of split_state must be a list of 2, one state per process"
+    for text, at in simulate(2, run):
+        assert text.startswith(f"{wanted}, got ")
+        assert at == 0
 
 
 def test_restore_items_divides_too(tmp_path):
