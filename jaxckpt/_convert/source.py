@@ -21,7 +21,7 @@ from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
 from jaxckpt._disk.chunks import LeafRead, Values, layout_of
 from jaxckpt._disk.find import at_rest
-from jaxckpt._disk.found import check_current
+from jaxckpt._disk.found import Found, check_current
 from jaxckpt._disk.item import open_tree
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_stream
@@ -89,7 +89,7 @@ def of_checkpoint(
         UnsupportedLeaf: a leaf cannot be copied.
     """
     storage, where = locate(src)
-    saved = at_rest(storage, where, partial(open_tree, name=item))
+    saved, recorded = at_rest(storage, where, partial(_opened, item=item))
     found = saved.found
     check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], where=found.path)
     selected = selector(only, skip)
@@ -112,7 +112,7 @@ def of_checkpoint(
     return Leaves(
         where=saved.path,
         tree=tree,
-        shardings=_shardings(saved, sources, tree.leaves),
+        shardings=_shardings(recorded, sources, tree.leaves),
         read=partial(_read, saved, sources, tree.leaves, inline),
         check=partial(check_current, saved.found),
         custom_metadata=said or {},
@@ -132,7 +132,7 @@ def copy_by(
 
     Begins anew if the checkpoint is deleted or replaced in the meantime, as by the job of a run.
     """
-    leaves = of_checkpoint(src, **how)
+    leaves = of_checkpoint(src, **how)  # which begins anew by itself
     try:
         return write(leaves)
     except CheckpointNotFound:
@@ -228,11 +228,15 @@ def _walk(
         yield from _walk(child, (*path, name), (*types, _KEY_TYPES[node.type]))
 
 
+def _opened(found: Found, item: str | None) -> tuple[Item, Mapping[str, SavedSharding]]:
+    saved = open_tree(found, item)
+    return saved, saved.read_shardings()
+
+
 def _shardings(
-    saved: Item, sources: Sequence[Leaf], copies: Sequence[Leaf]
+    recorded: Mapping[str, SavedSharding], sources: Sequence[Leaf], copies: Sequence[Leaf]
 ) -> dict[str, SavedSharding]:
     """Returns all shardings, or none if one is unknown: Orbax fails on a file that lacks one."""
-    recorded = saved.read_shardings()
     both = zip(sources, copies, strict=True)
     found = {new.name: recorded.get(old.name) for old, new in both if new.kind in ("array", "key")}
     known = {name: sharding for name, sharding in found.items() if sharding is not None}

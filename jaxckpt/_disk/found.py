@@ -175,7 +175,7 @@ class Found:
             data = data or self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
         if data is None or facts.sha256 != step.digest(data):
             entry = self.entries(folder).get(name)
-            if entry is None:
+            if entry is None or (data is None and entry.size == facts.size):
                 raise corrupt(file, "is missing")
             if data is not None and facts.sha256 is None and len(data) == facts.size:
                 return data

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -13,13 +14,13 @@ import click
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Cell, Parts, Styled
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 
 if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint
     from jaxckpt.cli._space import Space, Usage
     from jaxckpt.pages.overview import RunOverview, StepOverview
-    from jaxckpt.types import LeafInfo
+    from jaxckpt.types import LeafInfo, LeafStatistics
 
 Row = list[Cell]
 _MAX_BRANCHES: Final = 12
@@ -164,14 +165,12 @@ def show(
     """
     from jaxckpt._inspect import open as inspection
 
+    reopen = partial(inspection.open, path, item=item)
     try:
-        ckpt = inspection.open(path, item=item)
+        ckpt = reopen()
     except CorruptCheckpoint as error:
         return _show_items(path, str(error), as_json=as_json)
-    if not ckpt.leaves and globs:
-        raise ValueError(f"item {ckpt.item!r} of {ckpt.path} is not a tree: it has no leaves")
-    leaves = _selected(ckpt, globs)
-    statistics = ckpt.statistics(only=list(globs) or None) if stats and leaves else {}
+    ckpt, leaves, statistics = _found(ckpt, reopen, globs, stats=stats)
     if as_json:
         _output.print_json(_checkpoint_facts(ckpt, leaves, statistics))
         return 0
@@ -193,6 +192,26 @@ def show(
         head, rows = _output.without(head, rows, "sharding")
     _output.print_table(head, rows, right=("bytes", *_STATISTICS), spare=_SPARE)
     return 0
+
+
+def _found(
+    ckpt: Checkpoint,
+    reopen: Callable[[], Checkpoint],
+    globs: Sequence[str],
+    *,
+    stats: bool,
+    again: int = 19,
+) -> tuple[Checkpoint, dict[str, LeafInfo], Mapping[str, LeafStatistics]]:
+    """Reads what is shown; begins anew if the step goes meanwhile, as by the job of a run."""
+    if not ckpt.leaves and globs:
+        raise ValueError(f"item {ckpt.item!r} of {ckpt.path} is not a tree: it has no leaves")
+    try:
+        leaves = _selected(ckpt, globs)
+        return ckpt, leaves, ckpt.statistics(only=[*globs] or None) if stats and leaves else {}
+    except CheckpointNotFound:
+        if not again:
+            raise
+    return _found(reopen(), reopen, globs, stats=stats, again=again - 1)
 
 
 def _common_mesh(leaves: Mapping[str, LeafInfo]) -> str:

@@ -20,9 +20,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager
+from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt.cli import _look
 from jaxckpt.cli._app import app
 from jaxckpt.cli._space import space
+from jaxckpt.storage import LocalStorage, PathIn
+from jaxckpt.testing import WatchedStorage
 from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
 from tests.golden.fixture import golden_names
 from tests.twins import watched
@@ -1276,3 +1279,20 @@ def test_every_key_of_the_json_is_documented(root, argv):
     if argv.startswith("scrub"):
         section += SECTIONS["verify"]
     assert {key for key in keys_of(facts) if f"`{key}`" not in section} == set()
+
+
+def test_show_begins_anew_if_a_job_deletes_the_step_just_opened(tmp_path, capsys):
+    saved = []
+
+    def before(verb, path):
+        if "/1/" in path and "/d/" in path and not saved:  # once it is open
+            saved.append(manager.save(2, {"w": jnp.full(100_000, 2.0)}).result())
+            manager.wait_until_finished()
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+        manager.save(1, {"w": jnp.full(100_000, 1.0)}).result()
+        run = PathIn(WatchedStorage(LocalStorage(), before), str(tmp_path))
+        assert _look.show.callback(run, (), None, None, True, False) == 0
+
+    assert saved
+    assert f"{tmp_path}/2" in capsys.readouterr().out

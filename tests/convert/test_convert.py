@@ -32,6 +32,7 @@ from jaxckpt import (
     CheckpointManager,
     CheckpointNotFound,
     CorruptCheckpoint,
+    KeepPolicy,
     SaveFailed,
     StepExists,
     UnsupportedFormat,
@@ -43,8 +44,8 @@ from jaxckpt._core.plain import plain_root
 from jaxckpt.format import names, step
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray
-from jaxckpt.storage import LocalStorage
-from jaxckpt.testing import CrashingStorage, SimulatedCrash
+from jaxckpt.storage import LocalStorage, PathIn
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
 from tests.golden import compare
 from tests.golden.fixture import Golden, golden_names
 from tests.strategies import same, trees
@@ -609,6 +610,26 @@ def test_a_source_that_is_replaced_meanwhile_makes_no_copy(tmp_path):
     with pytest.raises((CheckpointNotFound, CorruptCheckpoint, SaveFailed)):
         write_checkpoint(LocalStorage(), str(tmp_path / "copy"), source, overwrite=False)
     assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("verb", [jaxckpt.convert, jaxckpt.export_safetensors])
+def test_a_run_is_copied_though_its_job_deletes_the_step_just_opened(tmp_path, verb):
+    """Before the shardings of that step are read: the newer step is copied."""
+    run, saved = tmp_path / "run", []
+
+    def before(verb, path):
+        if verb == "read" and path.endswith("/_sharding") and not saved:
+            saved.append(manager.save(2, {"w": np.full(3, 2.0), "n": jnp.ones(3)}).result())
+            manager.wait_until_finished()
+
+    with CheckpointManager(run, keep=KeepPolicy(last=1)) as manager:
+        manager.save(1, {"w": np.full(3, 1.0), "n": jnp.ones(3)}).result()
+        verb(
+            PathIn(WatchedStorage(LocalStorage(), before), str(run)), tmp_path / "copy.safetensors"
+        )
+
+    assert saved
+    assert jaxckpt.restore(tmp_path / "copy.safetensors")["w"][0] == 2
 
 
 # --- memory, devices, jax ------------------------------------------------------------------------
