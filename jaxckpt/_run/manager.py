@@ -293,10 +293,6 @@ class CheckpointManager:
             self._refuse()
         raise_first(self._saver.take_errors())
 
-    def _begin_restore(self) -> None:
-        self._begin_call()
-        self._saver.wait()
-
     def _refuse(self) -> NoReturn:
         if not self._saver.ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
@@ -370,7 +366,7 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Any,
     ) -> Any:  # any pytree
-        """Restores the state of a step, and `items` in place. Waits for the saves under way first.
+        """Restores the state of a step, and `items` in place.
 
         Args:
             like: The wanted structure, dtypes and shardings; see `jaxckpt.restore`.
@@ -388,7 +384,7 @@ class CheckpointManager:
             OSError: the step cannot be read now. This never leads to a fallback.
             TreeMismatch: `like` or an item does not fit.
         """
-        self._begin_restore()
+        self._begin_call()
         reading = self._reading(like, items, self._request("restore", options))
         found = self._resume.first_whole(step, reading.read, fallback=fallback)
         return self._go_on(found, reading, goes_on=step == "latest")
@@ -436,12 +432,15 @@ class CheckpointManager:
             UnsupportedFormat: the run has only links, or checkpoints of Flax; see `convert`.
             ValueError: `rename` swaps names, as the steps that the program saves would not show.
         """
-        self._begin_restore()
+        self._begin_call()
         check_type("restore_or", "init", init, Callable, "a function that makes the first state")
         report = self._resume.report_alike  # globs may be for steps of older code
         request = replace(self._request("restore_or", options), unmatched=report)
         reading = self._reading(None, items, request)
-        if steps := self._resume.of("latest"):
+        steps = self._resume.of("latest")
+        if not steps and self._saver.wait():  # the first save may have ended by now
+            steps = self._resume.of("latest")
+        if steps:
             reading.like = init() if request.keeps_values else shapes_of(init)
             try:
                 read = reading.read
@@ -471,7 +470,7 @@ class CheckpointManager:
         Raises:
             TreeMismatch: the step lacks an item, or a target does not fit.
         """
-        self._begin_restore()
+        self._begin_call()
         check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
         reading = ItemsReading(
             processes=self._processes,
@@ -611,13 +610,15 @@ class CheckpointManager:
             OSError: the storage failed. The step is there still, or will be gone at the next try.
         """
         self._begin_call(writes=True)
-        step, leaving = as_step("delete", step), self._directory.leaving
-        leaving.update([step] if item is None else [])
+        step, roots = as_step("delete", step), self._resume.roots if item is None else ()
+        for root in roots:
+            root.leaving.add(step)
         try:
             self.wait_until_finished()
             self._by_hand.delete(step, item)
         finally:
-            leaving.discard(step)
+            for root in roots:
+                root.leaving.discard(step)
 
     # --- preemption and readers ------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Position:
     opened: Opened
     floor: int = field(init=False)  # the newest step known to be committed
     agreed: int = field(init=False)  # the newest good step when all last agreed
+    last: int = -1  # the newest step that was to be saved since then
     is_owned: bool = field(init=False)  # whether no other job runs, or this job has taken over
     later: range = range(0)  # after the step restored, and not reported yet
     # The newest step from which the run goes on: no disk leaves it behind. It is newer than the
@@ -46,8 +47,8 @@ class Position:
         name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
         return lead(self.processes, name, do, where=where)
 
-    def why_not(self, step: int, last: int, saving: Callable[[], list[int]]) -> str:
-        """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
+    def why_not(self, step: int, saving: Callable[[], list[int]]) -> str:
+        """Returns why a step is not saved again, or "" if it is new."""
 
         def is_there() -> bool:
             return step in saving() or is_in_any(  # not from memory: it may have been deleted
@@ -57,7 +58,7 @@ class Position:
         # Alike in all processes, whatever the saving threads have committed meanwhile.
         ahead = step <= self.found.restorable.step and step in self.found.shown
         if not ahead:
-            if step > max(self.agreed, last):
+            if step > max(self.agreed, self.last):
                 return ""
             if step < self._of_other:
                 return f"the job before has saved step {self._of_other}"
@@ -118,18 +119,19 @@ class Position:
             "(jaxckpt.fork)."
         )
 
-    def go_on(self, step: int, *, first: int, last: int, is_newest: bool) -> bool:
-        """Continues from a step that took the place of `first`; returns whether steps are gone.
-
-        No save is under way; `last` was saved last.
-        """
-        # Not the floor and the base, which a process may lack that did not hear of a commit.
-        least = max(self.agreed, self.found.restorable.step, last)
-        if step == first and (not is_newest or least <= step <= max(self.agreed, last)):
-            self.come_from(max(step, self.base), self.found)
+    def go_on(self, step: int, first: int, wait: Callable[[], object], *, is_newest: bool) -> bool:
+        """Continues from a step that took the place of `first`; returns whether steps are gone."""
+        # Without the floor and the base, which the threads of saves change until `wait` returns.
+        least, most = max(self.agreed, self.found.restorable.step), max(self.agreed, self.last)
+        if step == first and (not is_newest or least <= step <= most):
+            if step > most:
+                self.come_from(max(step, self.base), self.found)
+            else:  # of this life, also where its thread has not recorded it yet
+                self.base = max(step, self.base)
             return False
+        wait()
         if is_newest:  # later steps may have been set aside, or the directory was away
-            self.come_from(step if step < first else max(step, self.base))
+            self.come_from(step)
         if is_newest and not is_apart(self.roots[0]):
             newest = self._lead("newest", partial(newest_of, self.roots))
             self._leave(max(step, newest), step)
@@ -152,7 +154,7 @@ class Position:
         """Records that later steps are gone; `good` is the newest that every process trusts."""
         if good != self.floor:
             self._life = None  # later steps do not come from the steps that are gone
-        self.floor, self.agreed, self._of_other = newest, good, -1
+        self.floor, self.agreed, self._of_other, self.last = newest, good, -1, -1
         lives = self.roots[0].lives  # the steps that are gone may be saved again
         self.roots[0].lives = {step: one for step, one in lives.items() if step == good}
         self.come_from(good, found)

@@ -193,9 +193,11 @@ class Root:
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""
         try:
-            return self.reach.ask(self.index.steps)
+            if not (steps := self.reach.ask(self.index.steps)):
+                self.owner.check_is_here()
         except OSError:
             return None
+        return steps
 
     def report_away(self, error: OSError) -> None:
         """Reports that the steps here are unknown."""

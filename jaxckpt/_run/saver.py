@@ -165,7 +165,7 @@ class Saver:
 
         if not self._options.writes:
             return because("the manager was opened with mode='r'", save=False)
-        if not force and (why := self.position.why_not(step, self.due.last_step, self._saving)):
+        if not force and (why := self.position.why_not(step, self._saving)):
             return because(why, save=False)
         if self.preemption.reached(step) and not self._is_saved_for_preemption():
             return because(_PREEMPTION)
@@ -191,14 +191,15 @@ class Saver:
             if not root.owner.is_guest or step in (root.known_steps() or ()):
                 root.owner.seen = max(root.owner.seen, step)
         self.comparisons.ask()
-        known = {"first": first, "last": self.due.last_step, "is_newest": is_newest}
-        if self._options.writes and self.position.go_on(step, **known):
+        go_on = partial(self.position.go_on, step, first, self.wait, is_newest=is_newest)
+        if self._options.writes and go_on():
             self._went_back()
 
-    def wait(self) -> None:
-        """Waits for the saves under way, except in their thread: then all know the same steps."""
+    def wait(self) -> bool:
+        """Waits for the saves under way, except in their thread; returns whether any was made."""
         if (saves := self.worker.under_way()) and not self.worker.is_own_thread():
             self.worker.wait(saves)
+        return self.position.last >= 0
 
     def go_back(self) -> None:
         self.position.go_back()
@@ -233,8 +234,8 @@ class Saver:
         if not decision.save:
             raise_first(self.take_errors())
             return None
-        known, last = self.position, self.due.last_step
-        if step <= max(known.agreed, known.found.restorable.step, last):  # alike in all processes
+        known = self.position  # in these, alike in all processes
+        if step <= max(known.agreed, known.found.restorable.step, known.last):
             self._look_again(step)
         if is_last := decision.reason == _PREEMPTION:
             self.ledger.note(end=PREEMPTED)
@@ -249,6 +250,7 @@ class Saver:
         meter.watch(display(self._options.on_progress, self._processes.index))
         try:
             problem = self._problem_of(partial(self._check_and_take, given, meter, errors))
+            self.position.last = max(step, self.position.last)
             blocked_s = self.due.move_on(step, entered_s, agreed, is_durable=given.is_durable)
             self.ledger.add(blocked_s=blocked_s)
             handle = self._begin(given, name, meter, problem, skips=bool(errors))

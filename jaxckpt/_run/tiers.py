@@ -132,9 +132,11 @@ class Tiers:
         """Returns the newest step, and later ones, which other processes may lack."""
         steps, sent = self.local.index.steps(), self.sender.newest
         newest = [n for n in steps if self.local.counts(n, floor)][-1:]
-        # Process 0 may not have committed it yet, or others have deleted it.
-        if newest and newest[0] <= sent and sent in (self.directory.known_steps() or ()):
-            newest = []
+        if newest and newest[0] <= sent:
+            there, leads = self.directory.known_steps(), self.sender.processes.index == 0
+            # Process 0 may not have committed it yet, or others have deleted it.
+            is_durable = leads if there is None else sent in there
+            newest = [] if is_durable else newest
         return [*newest, *(n for n in steps if not self.local.counts(n, floor))]
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -267,6 +267,8 @@ def restore_beside(me, root, hosts, replicas, slow):
             if me.index == slow:  # a restore that does not wait has gone on by then
                 restored = partial(waited_until, lambda n=restores: len(manager.timings) > n)
                 handle.on_end(lambda _, wait=restored: wait(limit_s=0.3))
+            while step > 1 and manager.latest_step() != step:  # alike in all
+                pass
             state, found = manager.restore_or(init_of(replicas))
             assert found == step
             check(state, step)

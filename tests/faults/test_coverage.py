@@ -211,7 +211,7 @@ def test_one_process_that_goes_back_saves_over_no_step_of_two(zygote, ram_path):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_restore_beside_a_save_leaves_no_step_behind(zygote, ram_path, slow):
-    """It waits for it, also for the first one of the run."""
+    """The thread of one process has not recorded the step; for the first one of a run it waits."""
     job = {"count": 2, "function": children.restore_beside}
     assert run(zygote, ram_path, [0, 1], 1, slow, **job) == [3, 3]
     assert run(zygote, ram_path, [0, 1], 1, slow, **job) == [6, 6]
