@@ -108,7 +108,8 @@ class Candidates:
     def _check_here(self, found: Collection[Copy]) -> None:
         """Raises if nothing is found and a root is not the directory that this job opened."""
         for root in () if found else self.roots:
-            root.owner.check_is_here()
+            if root.group.leads:
+                root.owner.check_is_here()
 
     def _first_whole(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> int | None:
         """Returns the first complete step; lists them again if a job has deleted one meanwhile.

@@ -307,15 +307,17 @@ class Ownership:
         """Checks that a root without steps is the directory that this job opened.
 
         Raises:
-            StoreError: it is not, since the job's lock is missing, too.
+            StoreError: it is not, since the job's lock is missing, too, or was never there.
         """
         root, storage = self._index.root, self._index.storage
         has_lock = not self.lock.excludes or storage.kind(f"{root}/{names.LOCK}") is not None
-        if not (has_lock or self._index.listing().steps):
+        was_away = not (self.is_known or self.token)  # when the job began, and ever since
+        if (was_away or not has_lock) and not self._index.listing().steps:
+            why = "the directory that this job opened: its steps and the lock are missing"
             raise StoreError(
-                f"{root} is not the directory that this job opened: its steps and the lock are "
-                "missing. Its file system may be unmounted, or the directory renamed or deleted. "
-                "Bring it back, or start the job again"
+                f"{root} is not {'here: it has no steps' if was_away else why}. Its file system "
+                "may be unmounted, or the directory renamed or deleted. Bring it back, or start "
+                "the job again"
             )
 
     def _refuse_older(self, step: int) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -278,6 +279,28 @@ def test_a_run_that_is_no_more_there_does_not_look_new(tmp_path, ask, leaves):
         root.mkdir(exist_ok=True)
         mount()
         assert manager.restore_or(lambda: state(0))[1] == 1
+
+
+def test_a_directory_that_was_away_at_the_start_does_not_look_new_either(tmp_path):
+    """The job went on with its local steps, which are gone now."""
+    with opened(tmp_path, "host") as manager:
+        train(manager, [4, 5])
+        manager.wait_until_finished()
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    root.rename(elsewhere)
+    root.write_bytes(b"")
+    with opened(tmp_path, "host") as manager:
+        assert manager.restore_or(lambda: state(0))[1] == 5
+        for step in (4, 5):
+            shutil.rmtree(tmp_path / "host" / str(step))
+        for unmounted in (root.unlink, root.mkdir):
+            for ask in (partial(manager.restore_or, lambda: state(0)), manager.latest_step):
+                with pytest.raises(StoreError, match="run is not here: it has no steps"):
+                    ask()
+            unmounted()
+        root.rmdir()
+        elsewhere.rename(root)
+        assert manager.restore_or(lambda: state(0))[1] == 4
 
 
 def test_an_upload_waits_for_a_directory_that_is_unmounted(tmp_path):
