@@ -490,11 +490,13 @@ def test_steps_below_the_newest_of_a_directory_that_was_away_are_reported(tmp_pa
     store.away = OSError(errno.EIO, "away")
     with CheckpointManager(tmp_path / "run", local=tmp_path / "older") as manager:
         assert manager.restore()["of"] == "run 20"
-        for step in (25, 27):
-            manager.save(step, {"of": f"older {step}"}).result()
+        handles = [manager.save(step, {"of": f"older {step}"}) for step in (25, 27)]
+        handles[-1].result()
         shutil.copytree(tmp_path / "older", tmp_path / "old")
-        shutil.rmtree(tmp_path / "older")
-    store.away = None
+        store.away = None
+        for handle in handles:
+            with pytest.raises(SaveFailed, match="step 30 there was saved by another job"):
+                handle.durable()
 
     said = train("run", [], local="old")
     assert said["from"] == "run 30"
