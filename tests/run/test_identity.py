@@ -504,7 +504,7 @@ def test_steps_below_the_newest_of_a_directory_that_was_away_are_reported(tmp_pa
     assert f"{tmp_path / 'old'}: steps [25, 27] are of an earlier life of this run" in problem
     assert f"jaxckpt fork {tmp_path / 'old' / '27'} NEW" in problem
     train("run", [35], local="old")
-    assert steps_in(tmp_path / "old") == [35]
+    assert {25, 27}.isdisjoint(steps_in(tmp_path / "old"))
 
 
 def test_no_step_is_saved_as_one_of_no_life(tmp_path, train, store):  # noqa: F811
