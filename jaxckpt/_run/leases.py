@@ -9,6 +9,7 @@ another name: until it ends, no step is saved anew under this number, where late
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import secrets
 import threading
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 from jaxckpt._disk.find import looks_committed
 from jaxckpt._run.index import StepIndex
@@ -96,7 +97,8 @@ class Leases:
         written = self._has_written(*about) or self._has_written(*about, needed=changes)
         renewal = threading.Thread(target=self._renew, args=(ended, *about), daemon=True)
         # Called here, or at the end of a program that keeps this generator.
-        end = weakref.finalize(ended, self._end, file if written else "", renewal, ended.set)
+        mine = file if written else ""
+        end = weakref.finalize(ended, self._end, mine, os.getpid(), renewal, ended.set)
         there = False
         try:
             if written:
@@ -113,12 +115,16 @@ class Leases:
                 self._leased.remove(step)
             end()
 
-    def _end(self, file: str, renewal: threading.Thread, stop: Callable[[], object]) -> None:
-        stop()
-        if renewal.is_alive() and renewal is not threading.current_thread():
-            renewal.join()
-        with contextlib.suppress(OSError):  # the lease will expire
-            self.index.storage.delete_files([file] if file else [])
+    def _end(self, file: str, pid: int, renewal: threading.Thread, stop: Callable[[], Any]) -> None:
+        try:
+            stop()
+            if renewal.is_alive() and renewal is not threading.current_thread():
+                renewal.join()
+        finally:
+            stop()  # perhaps interrupted before
+            files = [file] if file and os.getpid() == pid else []  # else it is the parent's
+            with contextlib.suppress(OSError):  # the lease will expire
+                self.index.storage.delete_files(files)
 
     def _renew(self, ended: threading.Event, file: str, lease: Lease, length_s: float) -> None:
         while not ended.wait(length_s / 4):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -1698,6 +1699,56 @@ def test_a_list_of_a_store_that_comes_late_hides_no_pin():
     late.join(30)
 
     assert names.PINNED in index.files("1")
+
+
+def test_an_interrupt_at_the_end_of_a_lease_leaves_none(disk, limits):
+    """Ctrl-C comes while the reader waits for the thread that was just renewing the lease."""
+    disk.add("1")
+    reader, renews, ends = threading.current_thread(), threading.Event(), threading.Event()
+
+    def waits():
+        frame, names_of = sys._current_frames()[reader.ident], set()
+        while frame is not None:
+            names_of.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return "join" in names_of
+
+    def before(verb, path):
+        if threading.current_thread() is not reader:
+            renews.set()
+            assert ends.wait(60)
+            wait_until(waits)
+            signal.pthread_kill(reader.ident, signal.SIGINT)
+            raise OSError(errno.EIO, "away", path)  # and it is not written again
+
+    limits("jaxckpt._run.leases", LEASE_S=0.04)
+    found = disk.run(WatchedStorage(disk.storage, before))
+    stack = contextlib.ExitStack()
+    stack.enter_context(found.leases.protect(1))
+    assert renews.wait(60)
+    ends.set()
+    with pytest.raises(KeyboardInterrupt):
+        stack.close()
+
+    assert not any(map(names.is_lease, found.index.entries()))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_the_end_of_a_forked_child_leaves_the_lease_of_its_parent(disk):
+    """As by sys.exit, or by an error, within a loop of `watch`."""
+    disk.add("1")
+    found = disk.run()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(found.leases.protect(1))
+        if not (child := os.fork()):
+            try:
+                stack.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+        assert any(map(names.is_lease, found.index.entries()))
+    assert not any(map(names.is_lease, found.index.entries()))
 
 
 def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
