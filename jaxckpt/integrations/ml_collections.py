@@ -87,7 +87,7 @@ def _entries(target: Callable[..., Any]) -> dict[str, Any]:
         default = parameter.default
         if dataclasses.is_dataclass(default):
             continue
-        if has_unit(name):  # which takes a number, or a text such as "15m"
+        if has_unit(name) or default == "auto":  # a number, a text such as "15m", or False
             default = config_dict.FieldReference(default, field_type=object)
         elif default is None or default is parameter.empty:
             default = config_dict.placeholder(_type_of(hints[name]))

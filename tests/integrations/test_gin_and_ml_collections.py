@@ -358,7 +358,8 @@ def test_flags_override_a_config_file(ram_path):
     directory = f"--config.checkpoint.directory={ram_path}/run"
 
     first = run_flags(directory, "--config.checkpoint.keep.last=2")
-    options = ("--config.checkpoint.timeout_s=15m", "--config.checkpoint.save.at_steps=27,28")
+    options = ("timeout_s=15m", "incremental=False", "save.at_steps=27,28")
+    options = [f"--config.checkpoint.{option}" for option in options]
     second = run_flags(directory, "--config.steps=30", *options)
 
     assert first.stdout == "from step 0\nkept steps [15, 20]\n", first.stderr
