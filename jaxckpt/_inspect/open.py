@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from jaxckpt._disk.found import Found, JsonItem, check_current, while_current
 from jaxckpt._disk.item import decode_item, read_item
 from jaxckpt._disk.native import Item, Undecoded, subtree
 from jaxckpt._inspect import tree_text
-from jaxckpt.errors import CorruptCheckpoint, printable
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, printable
 from jaxckpt.format.arrays import bytes_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
@@ -172,10 +173,16 @@ class Checkpoint:
         return while_current(self._found, lambda _: statistics(tree, leaves))
 
     def __repr__(self) -> str:
-        return "\n".join(map(printable, _lines(self)))
+        try:
+            lines = _lines(self)
+        except CheckpointNotFound as error:  # a debugger or log may show it later
+            lines = [str(error)]
+        return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str | None:
-        return notebook.html("checkpoint", self)
+        with contextlib.suppress(CheckpointNotFound):  # the text says so
+            return notebook.html("checkpoint", self)
+        return None
 
 
 @explained("open")

@@ -492,3 +492,13 @@ def test_too_little_memory_is_not_damage(saved, monkeypatch):
 
     with pytest.raises(MemoryError):
         jaxckpt.verify(saved)
+
+
+def test_what_was_opened_says_that_it_is_gone(tmp_path):
+    """In a debugger, a log or a notebook, an error would hide what was looked for."""
+    jaxckpt.save(tmp_path / "a", {"w": jnp.ones(3)})
+    ckpt = jaxckpt.open(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+
+    assert repr(ckpt).startswith(f"{tmp_path / 'a'} was replaced, changed or deleted")
+    assert ckpt._repr_html_() is None
