@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1738, 11, 20),
-    "manager open + save": (3939, 15, 41),
-    "open + save, local": (6375, 16, 126),
-    "restore(path, like)": (2199, 14, 8),
-    "manager.restore(like)": (2747, 18, 10),
+    "save again": (1736, 11, 20),
+    "manager open + save": (3936, 15, 41),
+    "open + save, local": (6397, 16, 126),
+    "restore(path, like)": (2245, 14, 8),
+    "manager.restore(like)": (2772, 18, 10),
     "open": (585, 10, 5),
-    "verify": (1868, 15, 17),
+    "verify": (1893, 15, 17),
 }
 
 
@@ -182,10 +182,10 @@ FOLDERS = {
     "_convert": (1042, 678),
     "_core": (2648, 1678),
     "_disk": (5151, 3616),
-    "_inspect": (1204, 814),
+    "_inspect": (1211, 821),
     "_progress": (223, 167),
     "_restore": (2225, 1658),
-    "_run": (10400, 7194),
+    "_run": (10418, 7216),
     "_save": (2364, 1673),
     "cli": (4698, 3379),
     "format": (3282, 2152),

@@ -193,7 +193,7 @@ class Root:
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""
         try:
-            if not (steps := self.reach.ask(self.index.steps)):
+            if not (steps := self.reach.ask(self.index.steps)) and self.group.leads:
                 self.owner.check_is_here()
         except OSError:
             return None
