@@ -237,7 +237,8 @@ class Uploader:
     def _again_or_end(self, one: Upload, error: BaseException) -> object:
         waited_s, cause = time.monotonic() - one.since_s, error.__cause__ or error
         self._is_full = is_full(cause)
-        self.sender.note_begun(one)
+        if isinstance(error, Exception):  # else this thread may be able to read nothing
+            self.sender.note_begun(one)
         gave_way = isinstance(error, GaveWay)
         if not (gave_way or may_pass(error)) or waited_s > self._processes.timeout_s:
             return self._end(one, error)
