@@ -201,16 +201,13 @@ def test_the_shardings_of_a_large_mesh_take_few_bytes():
 # --- memory ----------------------------------------------------------------------------------
 
 MIDDLING = {f"w{i:02}": (512, 1280) for i in range(40)}  # of 2.5 MiB: numpy asks for no huge pages
-# Of 6 MB, of which two are read together: 12 MiB would not be enough for both.
-LARGER = {f"w{i:02}": (1250, 1250) for i in range(16)}
 MIB = 1 << 20
 RESTORES = """
 import resource, sys
 import jax, numpy as np
 import jaxckpt
-from tests import test_leaves
-shapes = getattr(test_leaves, sys.argv[3])
-like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+from tests.test_leaves import MIDDLING
+like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in MIDDLING.items()}
 jaxckpt.restore(sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 tree = jaxckpt.restore(sys.argv[1], like)
@@ -219,28 +216,23 @@ assert all((np.asarray(tree[name]) == i).all() for i, name in enumerate(tree))
 """
 
 
-def saved_at(path, shapes):
-    tree = {name: np.full(shape, i, np.float32) for i, (name, shape) in enumerate(shapes.items())}
-    jaxckpt.save(path, tree)
-    return path
-
-
 @pytest.fixture(scope="module")
 def middling(tmp_path_factory):
     """A tree of 100 MiB in arrays of 2.5 MiB."""
-    return saved_at(tmp_path_factory.mktemp("middling") / "a", MIDDLING)
+    path = tmp_path_factory.mktemp("middling") / "a"
+    shapes = enumerate(MIDDLING.items())
+    jaxckpt.save(path, {name: np.full(shape, i, np.float32) for i, (name, shape) in shapes})
+    return path
 
 
 @pytest.mark.skipif(
     "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
     reason="this kernel gives no huge pages",
 )
-@pytest.mark.parametrize("sizes", ["MIDDLING", "LARGER"])
-def test_arrays_of_some_size_lie_in_huge_pages(sizes, tmp_path):
+def test_arrays_of_some_size_lie_in_huge_pages(middling, tmp_path):
     """The first restore of a process takes a fault for 2 MiB, not for 4 KiB, which are 25,600."""
-    path = saved_at(tmp_path / "a", globals()[sizes])
     jaxckpt.save(tmp_path / "warm", {"a": np.zeros(3, np.float32)})
-    command = [sys.executable, "-c", RESTORES, str(path), str(tmp_path / "warm"), sizes]
+    command = [sys.executable, "-c", RESTORES, str(middling), str(tmp_path / "warm")]
     root = Path(__file__).parents[1]
 
     done = subprocess.run(command, cwd=root, capture_output=True, check=False, text=True)

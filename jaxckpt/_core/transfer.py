@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported where it is used: reading to the host works withou
 # XLA's CPU client uses an aligned host buffer in place and copies any other.
 _ALIGNMENT = 64
 _HUGE_BYTES = 2 << 20
-_LARGE_BYTES = 3 * _HUGE_BYTES  # one huge page that is partly used is at most a third of it
+_LARGE_BYTES = 6 * _HUGE_BYTES  # two huge pages more are at most a third of it
 
 
 class Shard(NamedTuple):
