@@ -1727,7 +1727,7 @@ def test_an_interrupt_at_the_end_of_a_lease_leaves_none(disk, limits):
     stack.enter_context(found.leases.protect(1))
     assert renews.wait(60)
     ends.set()
-    with pytest.raises(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):  # or it is raised where Python ignores it
         stack.close()
 
     assert not any(map(names.is_lease, found.index.entries()))
