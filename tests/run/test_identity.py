@@ -492,11 +492,11 @@ def test_steps_below_the_newest_of_a_directory_that_was_away_are_reported(tmp_pa
         assert manager.restore()["of"] == "run 20"
         handles = [manager.save(step, {"of": f"older {step}"}) for step in (25, 27)]
         handles[-1].result()
-        shutil.copytree(tmp_path / "older", tmp_path / "old")
         store.away = None
         for handle in handles:
             with pytest.raises(SaveFailed, match="step 30 there was saved by another job"):
                 handle.durable()
+    shutil.copytree(tmp_path / "older", tmp_path / "old")
 
     said = train("run", [], local="old")
     assert said["from"] == "run 30"

@@ -1217,8 +1217,11 @@ def test_the_upload_of_a_dead_job_holds_no_step(tmp_path, local, store):
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         store.answers.clear()
         manager.save(1, state(1)).result()
-        assert store.asked.wait(60)
-        [lease] = [path for path in local.iterdir() if names.is_lease(path.name)]
+        leases = []
+        wait_until(
+            lambda: leases.extend(p for p in local.iterdir() if names.is_lease(p.name)) or leases
+        )
+        [lease] = leases
         left = lease.read_bytes()
         store.answers.set()
         manager.save(2, state(2))
