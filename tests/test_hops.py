@@ -137,8 +137,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1736, 11, 20),
-    "manager open + save": (3936, 15, 41),
-    "open + save, local": (6397, 16, 126),
+    "manager open + save": (3938, 15, 41),
+    "open + save, local": (6399, 16, 126),
     "restore(path, like)": (2245, 14, 8),
     "manager.restore(like)": (2772, 18, 10),
     "open": (585, 10, 5),
@@ -188,7 +188,7 @@ FOLDERS = {
     "_run": (10419, 7217),
     "_save": (2364, 1673),
     "cli": (4698, 3379),
-    "format": (3282, 2152),
+    "format": (3284, 2153),
     "integrations": (478, 264),
     "multihost": (970, 604),
     "orbax": (6297, 3865),

@@ -211,18 +211,20 @@ RootFile = TypeVar("RootFile", Identity, Owner, Doomed, Lease)
 
 def encode(record: Identity | Owner | Doomed | Lease) -> bytes:
     top = given({one.name: getattr(record, one.name) for one in fields(record)})
-    return jsontext.dumps(top | ({"check": _check(top)} if "id" in top else {}))
+    return jsontext.dumps(top | ({"check": _checks(top)[0]} if "id" in top else {}))
 
 
-def _check(top: Mapping[str, Any]) -> str:
-    return hashlib.sha256(ascii([*map(top.get, ("id", "directory"))]).encode()).hexdigest()[:16]
+def _checks(top: Mapping[str, Any]) -> list[str]:
+    """Returns the digests of the id and the URL, and of the id alone, as it was before."""
+    both = [top.get("id"), top.get("directory")]
+    return [hashlib.sha256(ascii(one).encode()).hexdigest()[:16] for one in (both, both[0])]
 
 
 def decode(kind: type[RootFile], data: bytes, *, file: str, **known: str) -> RootFile:
     """Decodes what `encode` made, or what it is with `known` fields; leaves out invalid steps."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file) | known
     values: dict[str, Any] = {}
-    if "check" in top and top["check"] != _check(top):  # older releases wrote none
+    if "check" in top and top["check"] not in _checks(top):  # older releases wrote none
         raise damaged(file, "'id' or 'directory' is not what was written")
     for one in fields(kind):
         if top.get(one.name) is None and (one.default, one.default_factory) != (MISSING, MISSING):

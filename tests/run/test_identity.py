@@ -352,6 +352,17 @@ def test_a_wrong_digit_without_a_digest_advises_to_remove_nothing(tmp_path, plac
     assert train_ahead(tmp_path, [8])[0] == 7
 
 
+def test_a_digest_of_the_id_alone_is_read(tmp_path):
+    """As it was before it had the URL, too."""
+    train_ahead(tmp_path, range(1, 8))
+    for file in tmp_path.glob("*/_jaxckpt.run"):
+        about = json.loads(file.read_bytes())
+        about["check"] = hashlib.sha256(ascii(about["id"]).encode()).hexdigest()[:16]
+        file.write_text(json.dumps(about, separators=(",", ":")))
+
+    assert train_ahead(tmp_path, [8]) == (7, [])
+
+
 @pytest.mark.parametrize("how", ["flip", "empty", "gone"])
 def test_a_damaged_id_gives_the_steps_of_a_disk_to_no_new_run(tmp_path, how):
     train_ahead(tmp_path, range(1, 8))
