@@ -405,7 +405,7 @@ def _unchecked() -> Iterator[None]:
         (_data_files, "CRC_BYTES", 0),
         (_data_files, "checksum", lambda data, before=0: 0),
         (_chunks, "CRC_BYTES", 0),
-        (_chunks, "checksum", lambda data: _Fits()),
+        (_chunks.Chunks, "_take", _take_without),
         (_chunks.Chunks, "_read_run", _read_run_without),
     ]
     kept = [getattr(module, name) for module, name, _ in patches]
@@ -420,29 +420,19 @@ def _unchecked() -> Iterator[None]:
         _forget_plans()
 
 
-class _Fits(int):
-    """A checksum that equals any other."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = int.__hash__
-
-
-def _read_run_without(chunks: Any, run: list[Any], memory: np.ndarray[Any, Any]) -> None:
-    file = f"{chunks._item.path}/{run[0].file}"
+def _read_run_without(chunks: Any, jobs: Any, file: str, memory: np.ndarray[Any, Any]) -> None:
     outs = [
-        np.empty(part.size, np.uint8)
-        if part.start is None
-        else memory[at + part.start : at + part.start + part.size]
-        for _, at, part, *_ in run
+        np.empty(size, np.uint8) if at < 0 else memory[at : at + size]
+        for at, size in jobs[:, [_chunks._AT, _chunks._SIZE]].tolist()
     ]
-    chunks._storage.read_into(file, run[0].offset, outs)
-    for job, out in zip(run, outs, strict=True):
-        chunks._take(job, out, 0, file, memory)
+    chunks._storage.read_into(file, int(jobs[0, _chunks._OFFSET]), outs)
+    chunks._take(jobs, outs, b"", file, memory)
+
+
+def _take_without(chunks: Any, jobs: Any, data: Any, _: Any, file: str, memory: Any) -> None:
+    for job, values in zip(jobs.tolist(), data, strict=True):
+        if job[_chunks._AT] < 0:
+            chunks._divide(job, values, memory)
 
 
 _COMPRESSIONS: Final = (None, "zstd", "zstd:6")
