@@ -166,11 +166,11 @@ def test_names_that_orbax_mixes_up(trial, ram_path, tree):
 
 
 def test_a_store_that_mixes_names_up_is_seen(monkeypatch):
-    """A control: leaves whose names lose their dots take each other's place, and this is seen."""
+    """A control: leaves whose keys lose a sign take each other's place, and this is seen."""
     from jaxckpt.format.tree import Leaf
 
-    name = Leaf.name.fget
-    monkeypatch.setattr(Leaf, "name", property(lambda leaf: name(leaf).replace("~", "")))
+    prefix = Leaf.prefix.fget
+    monkeypatch.setattr(Leaf, "prefix", property(lambda leaf: prefix(leaf).replace("~", "")))
 
     with pytest.raises(Exception, match=r"_jaxckpt.sums has 8 bytes, expected 4"):
         comes_back({"a": np.arange(3), "a~": np.arange(3) + 5}, f"memory://names/{next(_count)}")
