@@ -29,7 +29,7 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
     """Yields the index of each array's first checksum in the file; last, their total number."""
     arrays = list(arrays)
-    distinct = {id(stored): stored for stored in arrays}  # those that are alike often share one
+    distinct = {id(stored): stored for stored in arrays}  # alike arrays often share one
     count = {key: math.prod(grid_of(x.shape, x.unit_shape)) for key, x in distinct.items()}
     return accumulate(map(count.__getitem__, map(id, arrays)), initial=0)
 

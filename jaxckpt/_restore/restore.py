@@ -408,7 +408,7 @@ def _cast_text(cast: Mapping[str, tuple[str, str]]) -> str:
 def _values(
     item: Item, plans: Sequence[LeafPlan], *, budget_bytes: int, meter: Meter
 ) -> Generator[tuple[Path, object], None, None]:
-    alike = {id(plan.how): plan for plan in plans}  # one of those that share it
+    alike = {id(plan.how): plan for plan in plans}  # a plan for each `how`
     ways = {how: _way_of(item.path, plan) for how, plan in alike.items()}
     reads = [LeafRead(x.saved, way) for x in plans if (way := ways[id(x.how)][0]) is not None]
     if item.found.part is not None:

@@ -234,7 +234,7 @@ class Saver:
         if not decision.save:
             raise_first(self.take_errors())
             return None
-        known = self.position  # in these, alike in all processes
+        known = self.position  # these numbers are alike in all processes
         if step <= max(known.agreed, known.found.restorable.step, known.last):
             self._look_again(step)
         if is_last := decision.reason == _PREEMPTION:
