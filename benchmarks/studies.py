@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -405,6 +406,7 @@ def _unchecked() -> Iterator[None]:
         (_data_files, "CRC_BYTES", 0),
         (_data_files, "checksum", lambda data, before=0: 0),
         (_chunks, "CRC_BYTES", 0),
+        (_chunks, "adjacent", partial(_chunks.adjacent, after=0)),
         (_chunks.Chunks, "_take", _take_without),
         (_chunks.Chunks, "_read_run", _read_run_without),
     ]
