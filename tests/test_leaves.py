@@ -78,9 +78,11 @@ def test_a_restore_takes_few_calls_for_each_leaf(tmp_path, mesh, spec, most):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), tree)
 
     calls = calls_of(lambda: jaxckpt.restore(tmp_path / "a", like))
+    as_saved = calls_of(lambda: jaxckpt.restore(tmp_path / "a"))
 
     # Before Python 3.12 a comprehension is a call too.
-    assert calls < (most if sys.version_info >= (3, 12) else most + 10) * 1000
+    most *= 1000
+    assert max(calls, as_saved) < (most if sys.version_info >= (3, 12) else most + 10_000)
 
 
 def test_the_first_save_takes_few_calls_of_its_caller_for_each_leaf(tmp_path):

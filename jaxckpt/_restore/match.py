@@ -115,8 +115,8 @@ class LeafMatch(NamedTuple):
 
     path: Path
     saved: Leaf
-    wanted: Wanted | None = None  # None if it is restored as it was saved
-    alike: int | None = None  # a number that leaves share which are saved and wanted alike
+    wanted: Wanted | None  # None if it is restored as it was saved
+    alike: int  # a number that leaves share which are saved and wanted alike
 
 
 def describe(
@@ -218,10 +218,13 @@ def match(
     numbers: dict[object, int] = {}  # of leaves that fit, by what they share
     if target is None:
         request.check_as_saved()
-        leaves, by_path = [*map(LeafMatch, by_path.keys(), by_path.values())], {}
+        for path, leaf in by_path.items():
+            key = leaf[2:6], id(leaf.stored), leaf.value.__class__
+            leaves.append(LeafMatch(path, leaf, None, numbers.setdefault(key, len(numbers))))
+        by_path = {}
     for path, want, value in zip(*(target or ((), (), ())), strict=True):
         leaf = by_path.pop(path, None)
-        key = leaf and (leaf[2:6], id(leaf.stored), leaf.value is None, id(want))
+        key = leaf and (leaf[2:6], id(leaf.stored), leaf.value.__class__, id(want))
         if (number := numbers.get(key)) is not None and leaf is not None:
             leaves.append(LeafMatch(path, leaf, want, number))
             continue

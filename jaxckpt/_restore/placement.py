@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -70,15 +70,17 @@ def plan_leaves(
     if request.shardings is not None:
         chooser.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []
-    known: dict[int | None, How] = {}  # large trees have thousands of leaves that are alike
+    known: dict[object, How] = {}  # large trees have thousands of leaves that are alike
     for leaf in leaves:
-        if (how := known.get(leaf.alike)) is None:
+        if (how := known.get(key := leaf.alike)) is None:
+            how = known.get(key := chooser.alike(leaf))
+        if how is None:
             how = _plan_leaf(leaf, chooser, request)
             if isinstance(how, Difference):
                 differences.append(how)
                 continue
-            if leaf.wanted is not None and chooser.follows(leaf.wanted):
-                known[leaf.alike] = how
+            if key is not None and not chooser.replicated:  # each of those is counted
+                known[key] = how
         plans.append(LeafPlan(leaf.path, leaf.saved, how))
     if differences:
         do = "does" if len(differences) == 1 else "do"
@@ -200,16 +202,21 @@ class ShardingChooser:
     ) -> None:
         self._mesh = mesh
         self._saved = saved
-        self._meshes: dict[SavedSharding, Mesh | None] = {}
+        self._mesh_like = cache(_mesh_here)  # there may be thousands of devices
         self._named, self.choose = ((), None) if shardings is None else _chooser(shardings)
         self.replicated: dict[str, None] = {}
 
-    def follows(self, wanted: Wanted) -> bool:
-        """Returns whether the choice for a leaf depends on the target alone."""
-        if self.choose is not None or self._mesh is not None:
-            return False
-        is_abstract = isinstance(getattr(wanted.sharding, "mesh", None), AbstractMesh)
-        return wanted.uncommitted or (wanted.sharding is not None and not is_abstract)
+    def alike(self, leaf: LeafMatch) -> object:
+        """Returns what all leaves share that get one sharding; None if it depends on the path."""
+        wanted = leaf.wanted
+        if self.choose is not None:
+            return None
+        if wanted is not None and self._mesh is None:
+            is_abstract = isinstance(getattr(wanted.sharding, "mesh", None), AbstractMesh)
+            if wanted.uncommitted or (wanted.sharding is not None and not is_abstract):
+                return leaf.alike
+        is_placed = (leaf.saved if wanted is None else wanted).kind in ("array", "key")
+        return leaf.alike, is_placed and id(self._saved().get(leaf.saved.name))
 
     def check_names(self, paths: Sequence[Path]) -> None:
         """Raises ValueError if the tree of shardings names leaves that do not exist."""
@@ -281,12 +288,6 @@ class ShardingChooser:
                 self.replicated[path_text(path)] = None
             spec.append(tuple(here) if here and size % parts == 0 else None)
         return NamedSharding(mesh, PartitionSpec(*[s[0] if s and len(s) == 1 else s for s in spec]))
-
-    def _mesh_like(self, saved: SavedSharding) -> Mesh | None:
-        key = replace(saved, spec=())
-        if key not in self._meshes:
-            self._meshes[key] = _mesh_here(key)
-        return self._meshes[key]
 
 
 def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int, ...], Any], Any]]:

@@ -65,7 +65,6 @@ from jaxckpt.types import OnProgress, RestoreReport
 
 _logger = logging.getLogger("jaxckpt")
 
-_DAMAGED_OR_GONE: Final = CorruptCheckpoint, CheckpointNotFound
 _INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
 T = TypeVar("T")
@@ -281,8 +280,8 @@ def _read(
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
         matched = match(item.tree.leaves, wanted, request, where=item.found.path)
-        mesh, shardings = request.mesh, request.shardings
-        chooser = ShardingChooser(mesh=mesh, shardings=shardings, saved=item.read_shardings)
+        saved = dict if request.as_numpy else item.read_shardings
+        chooser = ShardingChooser(mesh=request.mesh, shardings=request.shardings, saved=saved)
         plans = plan_leaves(matched.leaves, chooser, request, where=item.path)
     with placing(), meter.phase("read"):
         read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)
@@ -322,7 +321,7 @@ def _read_together(
     name, problems, step = f"restore {source.where}/steps", [], source.step
     if step is not None:
         for path in lead(processes, name, source.steps, where=source.where):
-            result = attempt(partial(step, path), None, _DAMAGED_OR_GONE)
+            result = attempt(partial(step, path), None, (CorruptCheckpoint, CheckpointNotFound))
             if not isinstance(result, CheckpointError):
                 warn_skipped(source.where, problems, posixpath.basename(path))
                 return result

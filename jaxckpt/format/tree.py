@@ -49,9 +49,7 @@ LeafKind = Literal[
 """The type to restore: a jax.Array, a typed PRNG key, a numpy array or scalar, a Python value, an
 empty container (or None), `...`. "absent" marks an array whose data was never stored."""
 
-ARRAY_KINDS: Final = frozenset(
-    {"array", "numpy", "generic"}
-)  # the arrays and scalars of jax and numpy
+ARRAY_KINDS: Final = frozenset({"array", "numpy", "generic"})  # of jax and numpy
 
 # Orbax's names; Orbax refuses any other name.
 _ORBAX_KIND: Final[dict[str, LeafKind]] = {
@@ -338,7 +336,8 @@ def decode(data: bytes, *, file: str) -> Tree:
         if odd := [kind for kind in kinds.values() if kind not in _STORED_KINDS]:
             raise damaged(file, f"unknown kind {odd[0]!r}")
     elif isinstance(text := top.get("value_metadata_tree"), str):
-        root = _rich_root(text, leaves, file)
+        root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
+        root = None if _unlike(root, leaves) else root  # Orbax recorded them apart
     ocdbt, zarr3, stores_fill = (
         maybe_expect(top.get(key), bool, repr(key), file=file)
         for key in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
@@ -538,12 +537,6 @@ def _check_key(key: object, file: str) -> None:
             _check_key(part, file)
     elif key is not None and not isinstance(key, (str, int, float)):
         raise damaged(file, f"invalid dict key {key!r}")
-
-
-def _rich_root(text: str, leaves: Sequence[Leaf], file: str) -> Node | None:
-    """Returns the containers that Orbax recorded apart from the leaves, if they have the same."""
-    root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
-    return None if _unlike(root, leaves) else root
 
 
 def _decode_rich(value: object, file: str) -> Node | None:
