@@ -410,7 +410,9 @@ def check_target(
     Raises:
         StepExists: a checkpoint may not be put at `path`.
     """
-    parent, name = posixpath.split(path)
+    parent, _, name = path.rpartition("/")
+    if path == store_of(path):
+        raise StepExists(f"{path} is a whole bucket, and is not replaced: choose {path}/NAME, say.")
     if around is None:
         return []
     if not _MARKS.isdisjoint(around):

@@ -11,12 +11,17 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.find import find, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current, is_current
-from jaxckpt._disk.item import open_item
+from jaxckpt._disk.item import open_item, refuse_lost
 from jaxckpt._disk.native import Item, special_file
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
+from jaxckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StepExists,
+    UnsupportedFormat,
+)
 from jaxckpt.format import names, run
 from jaxckpt.format.step import Life, Record, digest
 from jaxckpt.storage import Storage, corrupt, files_in, locate, store_of
@@ -97,6 +102,12 @@ def _find(storage: Storage, source: str) -> Found:
 
 
 def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
+    if found.record is None:  # with one, it would be another checkpoint
+        refuse_lost(found)
+        is_tree = "" in found.items and not found.is_file
+        if is_tree and names.TREE_METADATA not in found.contents(found.path):
+            what = f"is a tree without {names.TREE_METADATA}, as old releases of Orbax wrote it"
+            raise UnsupportedFormat(f"{found.path} {what}: convert it, and fork the copy")
     transaction = _transaction.begin(storage, path, overwrite=False)
     try:
         files = _link(storage, found, transaction.work)

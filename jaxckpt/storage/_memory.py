@@ -125,7 +125,7 @@ def _under(path: str) -> list[str]:
 
 
 def _prefix(path: str) -> str:
-    return path.rstrip("/") + "/"
+    return "memory://" if path.rstrip("/") == "memory:" else path.rstrip("/") + "/"
 
 
 def _os_error(code: int, path: str) -> OSError:

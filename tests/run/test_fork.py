@@ -19,6 +19,7 @@ from jaxckpt import (
     CorruptCheckpoint,
     KeepPolicy,
     StepExists,
+    UnsupportedFormat,
 )
 from jaxckpt.format import names
 from tests.strategies import same
@@ -256,3 +257,31 @@ def test_orbax_reads_a_fork_and_what_it_wrote_can_be_forked(tmp_path, mesh):
     with ocp.CheckpointManager(tmp_path / "ours") as manager:
         assert manager.latest_step() == 4
         assert same(manager.restore(4, args=ocp.args.StandardRestore(state)), state)
+
+
+def test_a_step_of_orbax_that_lost_its_main_item_is_not_forked(tmp_path):
+    """Else the fork would restore another item, as its record has no lost one."""
+    items = {name: ocp.args.StandardSave({"w": np.full(4, 1.0)}) for name in ("state", "ema")}
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        manager.save(4, args=ocp.args.Composite(**items))
+    shutil.rmtree(tmp_path / "theirs/4/state")
+
+    with pytest.raises(CorruptCheckpoint, match="4/state is missing, but"):
+        jaxckpt.fork(tmp_path / "theirs/4", tmp_path / "ours")
+
+    assert os.listdir(tmp_path) == ["theirs"]
+
+
+def test_a_tree_of_old_orbax_without_metadata_is_not_forked(tmp_path, golden):
+    """With a record, each of its arrays would be an item; a copy of it can be forked."""
+    old = golden("orbax-0.2.7-pytree-default").path
+
+    with pytest.raises(UnsupportedFormat, match="fork the copy"):
+        jaxckpt.fork(old, tmp_path / "run", step=5)
+
+    assert os.listdir(tmp_path) == []
+    jaxckpt.convert(old, tmp_path / "copy")
+    assert same(
+        jaxckpt.restore(jaxckpt.fork(tmp_path / "copy", tmp_path / "run", step=5)),
+        jaxckpt.restore(tmp_path / "copy"),
+    )

@@ -136,6 +136,16 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, error):
     assert os.listdir(tmp_path) == []
 
 
+def test_what_is_in_memory_under_a_name_is_not_replaced():
+    """Also if nothing is above the name."""
+    jaxckpt.save("memory://not-replaced/a", 1)
+
+    with pytest.raises(StepExists, match="is a directory but not a checkpoint, and contains a"):
+        jaxckpt.save("memory://not-replaced", 2)
+
+    assert jaxckpt.restore("memory://not-replaced/a") == 1
+
+
 def test_overwrite_takes_the_place_of_an_empty_directory(tmp_path):
     """Such as one that a program made beforehand."""
     (tmp_path / "x").mkdir()

@@ -67,6 +67,21 @@ def test_a_compressed_checkpoint_is_saved_restored_and_verified(root, tree):
     assert sum(entry.size for entry in locate(root)[0].files(f"{root}/a").values()) < 2 << 20
 
 
+def test_a_whole_bucket_is_no_place_for_a_checkpoint(root, tree):
+    """It would be deleted with the next one, with everything in it."""
+    jaxckpt.save(f"{root}/a", tree)
+    bucket = root.removesuffix("/runs")
+    before = locate(bucket)[0].files(bucket)
+
+    for overwrite in (False, "delete_first"):
+        with pytest.raises(StepExists, match="is a whole bucket"):
+            jaxckpt.save(bucket, tree, overwrite=overwrite)
+    with pytest.raises(StepExists, match="is a whole bucket"):
+        jaxckpt.convert(f"{root}/a", bucket)
+
+    assert locate(bucket)[0].files(bucket) == before
+
+
 def test_a_save_in_the_background_commits(root, tree):
     """And a second one to the same place is refused before anything is written."""
     jaxckpt.save_async(f"{root}/a", tree).result()
