@@ -136,13 +136,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1736, 11, 20),
-    "manager open + save": (3938, 15, 41),
-    "open + save, local": (6400, 16, 126),
+    "save again": (1732, 11, 20),
+    "manager open + save": (3930, 15, 41),
+    "open + save, local": (6392, 16, 122),
     "restore(path, like)": (2256, 14, 8),
     "manager.restore(like)": (2783, 18, 10),
     "open": (585, 10, 5),
-    "verify": (1893, 15, 17),
+    "verify": (1894, 15, 17),
 }
 
 
@@ -181,11 +181,11 @@ FOLDERS = {
     ".": (839, 446),
     "_convert": (1042, 678),
     "_core": (2648, 1678),
-    "_disk": (5158, 3620),
+    "_disk": (5165, 3626),
     "_inspect": (1211, 821),
     "_progress": (223, 167),
     "_restore": (2228, 1662),
-    "_run": (10430, 7228),
+    "_run": (10421, 7223),
     "_save": (2364, 1673),
     "cli": (4698, 3379),
     "format": (3277, 2149),

@@ -92,7 +92,9 @@ def choose_item(found: Found, item: str | None) -> str:
                 f"{found.path} has no item {item!r}; its items are {', '.join(items)}"
             )
         return item
-    refuse_lost(found)
+    for name in lost_trees(found):
+        text = f"is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
+        raise corrupt(f"{found.path}/{name}", text)
     if (main := main_item(found)) not in items:
         raise CheckpointNotFound(
             f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
@@ -113,13 +115,6 @@ def stand_in(found: Found, name: str) -> str | None:
     # Not if it is main only as the last tree left: the named one may have been deleted.
     clear = ("", names.STATE_ITEM, names.DEFAULT_ITEM, found.record.item if found.record else "")
     return None if name == names.STATE_ITEM or main_item(found) in clear else name
-
-
-def refuse_lost(found: Found) -> None:
-    """Raises CorruptCheckpoint if a tree was lost without which a checkpoint is no use."""
-    for name in lost_trees(found):
-        text = f"is missing, but {names.CHECKPOINT_METADATA} lists it. For others, give item"
-        raise corrupt(f"{found.path}/{name}", text)
 
 
 def lost_trees(found: Found) -> list[str]:

@@ -49,6 +49,7 @@ from jaxckpt._core.text import size_text
 from jaxckpt._disk.attempt import Fence, read_small, warn
 from jaxckpt._disk.commit import Commit, commit_of
 from jaxckpt._disk.found import lacks_marker, record_at
+from jaxckpt._disk.removal import nested
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -442,9 +443,16 @@ def check_target(
             f"{path} cannot be replaced: overwriting needs a storage with an atomic rename. Save "
             'elsewhere; or pass overwrite="delete_first", with which a crash may leave neither.'
         )
-    foreign = {name: inside[name] for name in sorted(_foreign(storage, path, set(inside)))}
+    return _to_take_along(storage, path, {**storage.files(path), **inside})
+
+
+def _to_take_along(storage: Storage, path: str, inside: Mapping[str, Entry]) -> list[str]:
+    """Returns the files of other programs in a checkpoint to be replaced; StepExists if many."""
+    if (other := nested(storage, path, inside)) is not None:
+        raise StepExists(f"{path} contains {other}, and is not replaced. Move that away first.")
+    foreign = {name: inside[name] for name in sorted(_foreign(storage, path, {*inside}))}
     total = sum(entry.size for entry in foreign.values())
-    is_file = [entry.kind == "file" for entry in foreign.values()]
+    is_file = [entry.kind == "file" and "/" not in name for name, entry in foreign.items()]
     if not all(is_file) or len(foreign) > _MAX_TAKEN or total > _MAX_TAKEN_BYTES:
         listed = [f"{name} ({e.kind}, {size_text(e.size)})" for name, e in foreign.items()]
         raise StepExists(
@@ -456,16 +464,19 @@ def check_target(
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
-    """Returns the names in a checkpoint that do not belong to the single tree of a `save`."""
+    """Returns the files and folders in a checkpoint that are not of the single tree of a `save`."""
+    top = {name for name in inside if "/" not in name}
     if names.RECORD in inside:
-        recorded = record_at(storage, path).files
+        recorded = {*record_at(storage, path).files}
         known = {*names.TOP_FILES, *(file.partition("/")[0] for file in recorded)}
+        strange = {file for file in inside - top - recorded if file.partition("/")[0] in known}
     else:
         items = [
             name
-            for name in inside
+            for name in top
             if storage.kind(f"{path}/{name}") == "dir" and not names.is_part_of_tree(name)
         ]
         known = {*names.TOP_FILES, *(items if len(items) == 1 else ())}
-        known |= {name for name in inside if names.is_part_of_tree(name)}
-    return {name for name in inside - known if not is_temporary_file(name)}
+        known |= {name for name in top if names.is_part_of_tree(name)}
+        strange = set[str]()
+    return {name for name in top - known | strange if not is_temporary_file(name)}

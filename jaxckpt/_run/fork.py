@@ -11,7 +11,7 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.find import find, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, check_current, is_current
-from jaxckpt._disk.item import open_item, refuse_lost
+from jaxckpt._disk.item import lost_trees, open_item
 from jaxckpt._disk.native import Item, special_file
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.identity import ensure_id
@@ -103,7 +103,9 @@ def _find(storage: Storage, source: str) -> Found:
 
 def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
     if found.record is None:  # with one, it would be another checkpoint
-        refuse_lost(found)
+        for name in lost_trees(found):
+            what = f"is missing, but {names.CHECKPOINT_METADATA} lists it"
+            raise corrupt(f"{found.path}/{name}", what)
         is_tree = "" in found.items and not found.is_file
         if is_tree and names.TREE_METADATA not in found.contents(found.path):
             what = f"is a tree without {names.TREE_METADATA}, as old releases of Orbax wrote it"

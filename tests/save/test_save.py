@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from jaxckpt import SaveFailed, StepExists
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, kvstore
+from jaxckpt.storage import LocalStorage, kvstore, locate
 from tests.strategies import same
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 
 def chunks_of(path, leaf):
     """The keys of the chunks of a leaf, in the database of a checkpoint."""
-    from jaxckpt.storage import locate
     from jaxckpt.storage._arrays import Reader
 
     _, where = locate(path)
@@ -134,6 +134,37 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, error):
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert "previous" not in str(caught.value)  # there is none
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("inside", ["state/best", "state/notes.txt"])
+def test_what_lies_in_an_item_is_not_replaced_with_it(tmp_path, inside):
+    """Neither a checkpoint nor a file of somebody else."""
+    jaxckpt.save(tmp_path / "x", {"w": 1})
+    if inside.endswith(".txt"):
+        (tmp_path / "x" / inside).write_text("mine")
+    else:
+        shutil.copytree(tmp_path / "x", tmp_path / "y")
+        shutil.move(tmp_path / "y", tmp_path / "x" / inside)
+
+    with pytest.raises(StepExists, match=inside):
+        jaxckpt.save(tmp_path / "x", {"w": 2}, overwrite=True)
+
+    assert jaxckpt.restore(tmp_path / "x") == {"w": 1}
+    assert (tmp_path / "x" / inside).exists()
+
+
+def test_a_copy_without_its_marker_in_memory_is_left_alone():
+    """It may be a copy under way, or mended from another one."""
+    storage, root = locate("memory://no-marker")
+    jaxckpt.save(f"{root}/a", 1)
+    storage.write(f"{root}/a/notes.txt", b"mine")
+    storage.delete_files([f"{root}/a/{names.COMMIT_MARKER}"])
+    before = storage.files(root)
+
+    with pytest.raises(StepExists, match="already exists"):
+        jaxckpt.save(f"{root}/a", 2)
+
+    assert storage.files(root) == before
 
 
 def test_what_is_in_memory_under_a_name_is_not_replaced():
