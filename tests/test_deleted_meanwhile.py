@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt._disk.found import record_at
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.storage import locate
@@ -219,3 +220,26 @@ def test_a_job_restores_its_best_step_though_its_own_policy_deletes_the_last_bes
 
         assert job.restore(step="best")["n"] == 4
     assert not due
+
+
+def test_a_restore_beside_saves_begins_no_new_history(tmp_path):
+    """The job did not go back to the step that took the place of the newest."""
+    due = []
+
+    def before(verb, at):
+        if due and verb == "entries" and at.endswith("/3"):
+            save_next(job, due.pop(), 0.6)
+
+    def life(step):
+        return record_at(locate(tmp_path)[0], f"{tmp_path}/{step}").life
+
+    with run_in(watched(tmp_path, before)) as job:
+        for step, loss in {1: 0.9, 2: 0.8, 3: 0.7}.items():
+            save_next(job, step, loss)
+        due.append(4)
+        got = job.restore(report=lambda _: save_next(job, 5, 0.5))
+        life_of_5 = life(5)
+        save_next(job, 6, 0.4)
+
+        assert (got["n"], due) == (4, [])
+        assert life(6) == life_of_5

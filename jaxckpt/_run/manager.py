@@ -437,10 +437,8 @@ class CheckpointManager:
         report = self._resume.report_alike  # globs may be for steps of older code
         request = replace(self._request("restore_or", options), unmatched=report)
         reading = self._reading(None, items, request)
-        steps = self._resume.of("latest")
-        if not steps and self._saver.wait():  # the first save may have ended by now
-            steps = self._resume.of("latest")
-        if steps:
+        self._saver.wait_for_first()
+        if steps := self._resume.of("latest"):
             reading.like = init() if request.keeps_values else shapes_of(init)
             try:
                 read = reading.read

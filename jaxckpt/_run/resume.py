@@ -112,7 +112,7 @@ class Resume(Candidates):
             if again and not (attempt.mark in _BAD or failure):
                 again -= 1
                 if (now := self.of(wanted)) != copies:
-                    return copies[0].step, *anew(copies=now, again=again)[1:]
+                    return anew(copies=now, again=again)
         if failure is not None:
             raise failure
         if any(attempt.mark == "marked" for attempt in damaged):

@@ -195,17 +195,22 @@ class Saver:
         if self._options.writes and go_on():
             self._went_back()
 
-    def wait(self) -> bool:
-        """Waits for the saves under way, except in their thread; returns whether any was made."""
+    def wait(self) -> None:
+        """Waits for the saves under way, except in their thread."""
         if (saves := self.worker.under_way()) and not self.worker.is_own_thread():
             self.worker.wait(saves)
-        return self.position.last >= 0
+
+    def wait_for_first(self) -> None:
+        """Does the same while no step is committed here: other hosts may have the first already."""
+        if self.position.base < 0:
+            self.wait()
 
     def go_back(self) -> None:
         self.position.go_back()
         self._went_back()
 
     def begin_anew(self) -> None:
+        self.wait()  # else their threads decide what this leaves
         self.position.begin_anew()
         self._went_back()
 
