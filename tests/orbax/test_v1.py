@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt.storage import locate
 from tests.orbax.twice import raised, twice
 
 pytest.importorskip("orbax.checkpoint")
@@ -304,6 +305,22 @@ def test_an_item_deleted_by_hand(tmp_path):
         return ocp.load_checkpointables(path / "a"), type(asked).__name__
 
     twice(program, tmp_path, read=read, api="v1")
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("part", ["", "/3/state"], ids=["a run", "an item"])
+def test_delete_takes_only_a_checkpoint_at_a_url(tmp_path, kind, part):
+    """Not all steps of a run, nor the files of an item: the checkpoint found there is another."""
+    root = f"memory://{tmp_path.name}" if kind == "memory" else tmp_path.as_uri()
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(3, {"w": 1.0})
+    storage, where = locate(root)
+    before = storage.files(where)
+
+    with pytest.raises(ocp.errors.InvalidLayoutError, match="3 is one"):
+        ocp.delete(root + part)
+
+    assert storage.files(where) == before
 
 
 def test_items_of_all_kinds(tmp_path):

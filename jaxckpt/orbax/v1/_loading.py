@@ -53,7 +53,7 @@ def found_checkpoint(path: PathLike) -> Found:
         found = found_at(path)
     except CheckpointNotFound as error:
         raise InvalidLayoutError(f"{unknown}: {error}") from error
-    where = real(found.storage, os.path.abspath(path)) if "://" not in str(path) else found.path
+    where = real(*locate(path))
     if found.path != where or found.is_file:
         raise InvalidLayoutError(f"{unknown}, but {found.path} is one. Load that instead.")
     there = found.contents(found.path)
