@@ -418,8 +418,8 @@ class CheckpointManager:
 
         Args:
             init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
-                and, if it is jitted with `out_shardings`, the shardings. With `missing="keep"`,
-                `only` or `skip` it is called, for the leaves that are not restored.
+                and, if it is jitted with `out_shardings`, the shardings. It is called if it cannot
+                be traced, and with `missing="keep"`, `only` or `skip`, for what is not restored.
             items, fallback, options: As in `restore`, but a glob that matches nothing is only
                 reported, if one of `only` does. If the run is empty, they are checked against the
                 state that `init` made. `dtype` casts it; `mesh` and `shardings` do not move it.

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, final
 import jax
 
 from jaxckpt._core.check import check_names, meant
+from jaxckpt._core.log import logger
 from jaxckpt._disk.find import at_rest
 from jaxckpt._disk.found import Found, while_current
 from jaxckpt._disk.item import open_item, stand_in
@@ -128,7 +129,7 @@ def _source(
 
 
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
-    """Returns the result of `init` with shapes in place of jax arrays, computing none.
+    """Returns the result of `init` with shapes in place of jax arrays, computing none if possible.
 
     If `init` is jitted with `out_shardings`, the shapes have these shardings.
     """
@@ -143,9 +144,11 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
 
     try:
         shapes = iter(jax.eval_shape(arrays_of))
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note("In a run with steps, restore_or only traces init; or call restore(like).")
-        raise
+    except Exception as error:  # as at the first start, it may ask for values
+        logger.warning(
+            "init was called for the shapes, as jax cannot trace it: %s", repr(error)[:200]
+        )
+        return init()
     if all(other is None for other in others):
         return jax.eval_shape(init)  # not `arrays_of`, which hides the shardings of a jitted `init`
     leaves = [next(shapes) if other is None else other for other in others]

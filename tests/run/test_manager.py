@@ -33,6 +33,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxckpt
 from jaxckpt import (
     CheckpointManager,
     CheckpointNotFound,
@@ -1694,18 +1695,28 @@ def test_restore_or_starts_or_goes_on(tmp_path, state, processes):
             manager.restore_or(first)
 
 
-def test_an_init_that_needs_values_says_what_to_do(tmp_path):
-    """It runs at the first start; at a restart, jax cannot trace it."""
+@pytest.mark.parametrize("way", ["value", "numpy", "wait", "restore"])
+def test_an_init_that_cannot_be_traced_is_called(tmp_path, caplog, way):
+    """It runs at the first start, so it runs at a restart: the values are those of the step."""
+    jaxckpt.save(tmp_path / "base", {"w": jnp.ones(3)})
 
     def init():
-        return {"w": jnp.ones(3) * float(jnp.ones(()))}
+        w = jnp.ones(3)
+        return {
+            "value": lambda: {"w": w * float(w[0])},
+            "numpy": lambda: {"w": jnp.asarray(np.asarray(w))},
+            "wait": lambda: {"w": w.block_until_ready()},
+            "restore": lambda: jaxckpt.restore(tmp_path / "base", {"w": w}),
+        }[way]()
 
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, manager.restore_or(init)[0]).result()
-        with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-            manager.restore_or(init)
+        state, _ = manager.restore_or(init)
+        manager.save(1, {"w": state["w"] * 2}).result()
+        assert "init was called" not in caplog.text
+        state, step = manager.restore_or(init)
 
-    assert "only traces init" in caught.value.__notes__[-1]
+    assert (step, state["w"].tolist()) == (1, [2.0] * 3)
+    assert "init was called for the shapes, as jax cannot trace it" in caplog.text
 
 
 @pytest.mark.parametrize(
