@@ -30,6 +30,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, is_apart, judge_steps, newest_life, reachable
 from jaxckpt._run.shares import origin_in, part_in
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, is_io_failure
+from jaxckpt.format.run import is_like_step
 from jaxckpt.multihost import Json, Processes, first_of, meeting, raise_if_any
 from jaxckpt.types import StepInfo
 
@@ -262,6 +263,14 @@ def _refuse_others(index: StepIndex) -> list[Copy]:
                 f"{index.root} has no steps, but {name} is a link, which a run does not "
                 "follow. Move the checkpoint here, or restore the link with jaxckpt.restore. "
                 "To start over, use an empty directory."
+            )
+    for name, entry in listing.entries.items():
+        is_other = is_like_step(name) and listing.naming.step(name) is None
+        if is_other and index.state_of(name, entry) == "committed":
+            raise UnsupportedFormat(
+                f"{index.root} has no steps named like {listing.naming.of(7)}, but {name} is one. "
+                "Choose step_prefix and step_digits of CheckpointManager as for that, or leave "
+                "them out. To start over, use an empty directory."
             )
     files = listing.flax_files()
     if not files:

@@ -1695,6 +1695,21 @@ def test_restore_or_starts_or_goes_on(tmp_path, state, processes):
             manager.restore_or(first)
 
 
+@pytest.mark.parametrize("options", [{"step_digits": 8}, {"step_prefix": "ckpt"}])
+def test_a_run_does_not_begin_anew_beside_steps_of_other_names(tmp_path, options):
+    """They are not this run's by their names, and would be left behind without a word."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(90, {"w": 1.0}).result()
+    with CheckpointManager(tmp_path / "run", **options) as manager:
+        with pytest.raises(jaxckpt.UnsupportedFormat, match=r"named like \w*7, but 90 is one"):
+            manager.restore_or(lambda: {"w": 0.0})
+
+    with CheckpointManager(tmp_path / "run", step_digits=2) as manager:
+        assert manager.restore_or(lambda: {"w": 0.0}) == ({"w": 1.0}, 90)
+    with CheckpointManager(tmp_path / "new", **options) as manager:
+        assert manager.restore_or(lambda: {"w": 0.0}) == ({"w": 0.0}, 0)
+
+
 @pytest.mark.parametrize("way", ["value", "numpy", "wait", "restore"])
 def test_an_init_that_cannot_be_traced_is_called(tmp_path, caplog, way):
     """It runs at the first start, so it runs at a restart: the values are those of the step."""
