@@ -51,13 +51,7 @@ from jaxckpt._disk.commit import Commit, commit_of
 from jaxckpt._disk.found import lacks_marker, record_at
 from jaxckpt._disk.removal import nested
 from jaxckpt._version import __version__
-from jaxckpt.errors import (
-    CheckpointError,
-    SaveFailed,
-    StepExists,
-    UnsupportedFormat,
-    is_io_failure,
-)
+from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat, is_io_failure
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import (

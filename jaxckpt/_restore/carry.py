@@ -363,18 +363,9 @@ def _spread(
         own = boxes_of(given, shape)
         how = plan.how._replace(sharding=given, layout=None, bits=bits, boxes=own)
         parts = [plan._replace(how=how)]
-    return Spread(
-        plans=(plan,),
-        parts=parts,
-        given=given,
-        via=way.via,
-        size_bytes=size,
-        held_bytes=size * copies // count,
-        direct_bytes=way.found.direct * size,
-        bits=bits,
-        copies=copies,
-        boxes=boxes,
-    )
+    moved: dict[str, Any] = {"bits": bits, "copies": copies, "boxes": boxes, "size_bytes": size}
+    moved |= {"held_bytes": size * copies // count, "direct_bytes": way.found.direct * size}
+    return Spread(plans=(plan,), parts=parts, given=given, via=way.via, **moved)
 
 
 def _bits(plan: LeafPlan) -> np.dtype[Any] | None:

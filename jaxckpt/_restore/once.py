@@ -25,11 +25,12 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, Final, final
 
 import jax
+from jax.sharding import Sharding
 
 from jaxckpt._core.plan import count_chunks, plan_chunks
 from jaxckpt._core.spread import grouped
@@ -81,6 +82,7 @@ class Together:
     read_bytes: int = 0  # by this process, uncompressed
     moved_bytes: int = 0  # to this process
     once: tuple[str, ...] = ()  # the leaves that were read once
+    shared: dict[str, str] = field(default_factory=dict)  # see `shared_arrays`
     _has_agreed: bool = field(default=False, init=False)
 
     def values(
@@ -91,6 +93,7 @@ class Together:
         convert: Callable[..., object],
     ) -> Iterator[tuple[Path, Any]]:
         """Yields all leaves, within the phase "read"; all are read directly if called again."""
+        self.shared = shared_arrays(item.name, plans, self.processes)
         with ExitStack() as turn:
             carriers = [] if self._has_agreed else self._agreed(item, plans, turn)
             carried = {plan.path for one in carriers for plan in one.plans}
@@ -128,7 +131,7 @@ class Together:
             return []
         self._has_agreed = True
         has_turn = take_if_free(turn)
-        plan = {"plan": _described(item, carriers, self.request) if has_turn else None}
+        plan = {"plan": self._described(item, carriers) if has_turn else None}
         with self.meter.phase("meet"):
             met = self._meet("restore", plan, None, _judge)
         if met.failed:
@@ -143,6 +146,14 @@ class Together:
         if not (storage.server_copies or isinstance(storage, LimitedStorage)):
             return False
         return sum(size_of(x.saved) for x in plans if x.saved.has_array) > _LEAST_TREE_BYTES
+
+    def _described(self, item: Item, carriers: Sequence[Carrier]) -> str:
+        """Returns a digest of everything that must be alike in all processes."""
+        facts: list[object] = [item.found.origin, item.found.part, item.found.stamps, self.shared]
+        facts += [self.request.budget_bytes, self.request.read_once]
+        return _digest(
+            facts + [(type(x), y.path, y.saved.array) for x in carriers for y in x.plans]
+        )
 
     def _carried(
         self, carriers: Sequence[Carrier], values: Pairs, convert: Convert
@@ -212,7 +223,8 @@ def _judge(given: list[Any]) -> Json:
     others = [i for i, one in enumerate(given) if one["token"] != given[0]["token"]]
     replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
     sums = {name: sum(one[name] for one in given) for name in ("read", "moved")}
-    return {**first_of(dict.fromkeys(others, replaced)), **sums, "slowest": slowest_of(given)}
+    told = {**first_of(dict.fromkeys(others, replaced)), "unlike": first_of(_unlike(given))}
+    return {**told, **sums, "slowest": slowest_of(given)}
 
 
 # --- groups ----------------------------------------------------------------------------------
@@ -313,16 +325,53 @@ def _read_bytes(item: Item, plan: LeafPlan) -> int:
     return count * bytes_of(unit, stored.dtype)
 
 
-def _described(item: Item, carriers: Sequence[Carrier], request: RestoreRequest) -> str:
-    """Returns a digest of everything that must be alike in all processes."""
-    facts: list[object] = [item.found.origin, item.found.part, item.found.stamps]
-    facts += [request.budget_bytes, request.read_once]
-    meshes: dict[Any, None] = {}
-    for one in carriers:
-        for plan in one.plans:
-            facts.append((plan.path, plan.saved.array))
-            if isinstance(one, Spread):
-                facts.append((str(plan.how.dtype), plan.how.sharding))
-                meshes[getattr(plan.how.sharding, "mesh", None)] = None
-    facts += [[d.id for d in mesh.devices.flat] for mesh in meshes if mesh is not None]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+# --- arrays of several processes --------------------------------------------------------------
+
+
+def shared_arrays(item: str, plans: Sequence[LeafPlan], processes: Processes) -> dict[str, str]:
+    """Returns digests of the arrays on devices of several processes, by these; "" for all.
+
+    They have to ask for them alike, or they would compute with wrong values.
+    """
+    arrays, ways = {"": list[Any]()}, dict[int, tuple[str, str]]()
+    for plan in plans:
+        if (way := ways.get(id(plan.how))) is None:  # few of many leaves
+            way = ways[id(plan.how)] = _sharing(plan, processes)
+        names = plan.path, item, plan.saved.path, plan.saved.alias
+        arrays.setdefault(way[0], []).append((*names, way[1]))
+    return {among: _digest(sorted(some)) for among, some in arrays.items() if among != "one"}
+
+
+def _sharing(plan: LeafPlan, processes: Processes) -> tuple[str, str]:
+    """Returns which processes have an array, and a digest of what it is and where."""
+    how, made = plan.how, plan.how.wanted or plan.saved
+    if how.sharding is None:
+        return "one", ""
+    among, parts = _parts_of(how.sharding, made.shape, processes.process_of)
+    key = "one" if len(among) == 1 else "" if len(among) == processes.count else _digest(among)
+    return key, _digest((how.kind, how.dtype, made.shape, made.key_impl, parts))
+
+
+@lru_cache(maxsize=1 << 12)
+def _parts_of(
+    sharding: Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
+) -> tuple[list[int], str]:
+    """Returns the processes that have devices of an array, and a digest of the parts on these."""
+    parts = sharding.devices_indices_map(shape)
+    by_id = [(device.id, index) for device, index in parts.items()]
+    return sorted({process_of(device) for device in parts}), _digest(by_id)
+
+
+def _unlike(given: list[Any]) -> dict[int, str]:
+    """Returns the processes that ask for other arrays than the first that has them too."""
+    first, unlike = dict[str, tuple[int, str]](), dict[int, str]()
+    for i, one in enumerate(given):
+        for among, arrays in one["shared"].items():
+            j, wanted = first.setdefault(among, (i, arrays))
+            if arrays != wanted:
+                unlike[i] = f"asks for other arrays, shapes, dtypes or shardings than process {j}"
+    return unlike

@@ -94,7 +94,8 @@ def restore(
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote, or from safetensors.
 
-    In a job of several processes, every process calls it; with `as_numpy`, any process may.
+    In a job of several processes, every process calls it, and asks for the same arrays on devices
+    of several; with `as_numpy`, any process may.
 
     Args:
         path: A checkpoint, one of its items, or a run's root (restores its newest good step). If
@@ -364,6 +365,7 @@ def _attempt(
     token = found and (found.origin or found.path)  # other programs write no token
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     facts |= {"read": together.read_bytes, "moved": together.moved_bytes}
+    facts["shared"] = together.shared
     try:
         if met is None:
             with meter.phase("meet"):
@@ -377,6 +379,7 @@ def _attempt(
             if all(met.marks.values()):
                 return error
             raise
+        raise_if_any(met.verdict["unlike"], where)
         assert read is not None
         if read.report is not None:
             sums = {"job_bytes": met.verdict["read"], "moved_bytes": met.verdict["moved"]}

@@ -251,10 +251,7 @@ class CompositeCheckpointHandler(Ours):
     _MODULE = "composite_checkpoint_handler"
 
     def __init__(
-        self,
-        *item_names: str,
-        handler_registry: Any = None,
-        **items_and_handlers: Any,
+        self, *item_names: str, handler_registry: Any = None, **items_and_handlers: Any
     ) -> None:
         for name, value in (("item_names", item_names), ("items_and_handlers", items_and_handlers)):
             if handler_registry is not None and value:

@@ -36,9 +36,7 @@ _MAX_DEVICES: Final = 1 << 16
 
 
 def metric(
-    run: CheckpointManager | str | os.PathLike[str],
-    name: str | None = None,
-    ax: Axes | None = None,
+    run: CheckpointManager | str | os.PathLike[str], name: str | None = None, ax: Axes | None = None
 ) -> Axes:
     """Draws a metric over the existing steps.
 
@@ -82,17 +80,13 @@ def metric(
     ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
     kept = [m for m in marks if m.kept and not m.bad]
     deleted = [m for m in marks if not m.kept and not m.bad]
-    best = [m for m in marks if m.best]
+    best, pinned = [m for m in marks if m.best], [m for m in marks if m.pinned]
     filled, hollow = {"edgecolors": "none"}, {"facecolors": "none"}
     kinds: list[tuple[str, list[Mark], dict[str, Any]]] = [
         ("kept" if told.why else "complete", kept, {**filled, "color": _palette.KEPT}),
         ("deleted after the next save", deleted, {**hollow, "edgecolors": _palette.KEPT}),
         ("incomplete", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
-        (
-            "pinned",
-            [m for m in marks if m.pinned],
-            {**hollow, "edgecolors": _palette.PINNED, "s": 130},
-        ),
+        ("pinned", pinned, {**hollow, "edgecolors": _palette.PINNED, "s": 130}),
         ("best", best, {**filled, "marker": "D", "color": _palette.BEST, "s": 55}),
     ]
     for label, some, look in kinds:
@@ -109,7 +103,7 @@ def metric(
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_ylabel(_plain(name or ""))
     if lost or sum(bool(some) for _, some, _ in kinds) > 1:
-        ax.legend(frameon=False, fontsize="small", labelcolor=_ink(ax))
+        _legend(ax)
     return ax
 
 
@@ -152,9 +146,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
     rest = np.maximum([one.seconds for one in shown] - left, 0.0)
     has_rest = bool((rest > 0.01 * left.max()).any())
     if has_rest:
-        ax.barh(
-            range(len(shown)), rest, 0.68, left=left, fc="none", ec=_palette.GREY, lw=0.8,
-        )  # fmt: skip
+        ax.barh(range(len(shown)), rest, 0.68, left=left, fc="none", ec=_palette.GREY, lw=0.8)
     ax.set_yticks(range(len(shown)), [_name(one, both=both) for one in shown])
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
@@ -169,18 +161,9 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
     handles = [Patch(color=colour, label=_plain(names)) for colour, names in meaning.items()]
     if has_rest:
         handles.append(Patch(fc="none", ec=_palette.GREY, lw=0.8, label="other"))
-    ax.legend(
-        handles=handles,
-        frameon=False,
-        fontsize="small",
-        labelcolor=_ink(ax),
-        ncols=len(handles) if len(handles) <= 6 else 4,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        handlelength=1,
-        columnspacing=1.2,
-    )
+    columns = len(handles) if len(handles) <= 6 else 4
+    room = {"borderaxespad": 0.2, "handlelength": 1, "columnspacing": 1.2}
+    _legend(ax, handles=handles, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), **room)
     return ax
 
 
@@ -270,17 +253,10 @@ def _draw_key(ax: Axes, saved: SavedSharding) -> None:
     if not (axes := _dividing(saved)):
         return
     tints = [[_palette.tint(axis, i / 7) for i in range(8)] for axis in axes]
-    ax.legend(
-        handles=[tuple(Patch(color=colour) for colour in some) for some in tints],
-        labels=[_plain(f"{saved.axis_names[i]}, 0 to {saved.axis_sizes[i] - 1}") for i in axes],
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        handlelength=4,
-        frameon=False,
-        fontsize="small",
-        labelcolor=_ink(ax),
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-    )
+    handles = [tuple(Patch(color=colour) for colour in some) for some in tints]
+    labels = [_plain(f"{saved.axis_names[i]}, 0 to {saved.axis_sizes[i] - 1}") for i in axes]
+    look = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": 4}
+    _legend(ax, handles=handles, labels=labels, loc="upper left", bbox_to_anchor=(1, 1), **look)
 
 
 def _dividing(saved: SavedSharding) -> list[int]:
@@ -372,6 +348,10 @@ def _axes(ax: Axes | None, *, height: float = 3.2) -> Axes:
             text.set_color(_palette.INK)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def _legend(ax: Axes, **options: Any) -> None:
+    ax.legend(frameon=False, fontsize="small", labelcolor=_ink(ax), **options)
 
 
 def _ink(ax: Axes) -> Any:  # a colour of matplotlib's

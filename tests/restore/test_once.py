@@ -273,6 +273,37 @@ def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
         }
 
 
+REFUSED = {"spec", "dtype", "order", "fewer devices", "own devices", "fewer leaves", "host"}
+REFUSED |= {"names", "part"}
+ALLOWED = {"open spec", "each its own", "a pair", "pair in all", "all alike"}
+
+
+def test_processes_that_want_other_arrays_are_refused(run_processes, tmp_path):
+    """Else they would compute with wrong values. That takes no meeting more, nor older steps."""
+    tree = {
+        name: np.arange(144, dtype=np.float32).reshape(12, 12) + i for i, name in enumerate("ab")
+    }
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        for step in (0, 1):
+            manager.save(step, tree)
+
+    done = run_processes(
+        "once:restore_unlike", count=3, devices_per_process=2, args=[tmp_path / "run"]
+    )
+
+    text = "ProcessesDisagree: {} was not restored:\n  process {}: asks for other arrays, shapes, "
+    text += "dtypes or shardings than process 0"
+    last = text.format(tmp_path / "run" / "1", 2)
+    for one in done:
+        assert one.result == {
+            **{name: [last, 1] for name in REFUSED},
+            "run": [text.format(tmp_path / "run", 2), 1],
+            "once": [last, 2],
+            "a pair apart": [text.format(tmp_path / "run" / "1", 1), 1],
+            **{name: [True, 1] for name in ALLOWED},
+        }
+
+
 def test_a_value_that_does_not_fit_keeps_no_process_in_a_collective(run_processes, tmp_path):
     """Only process 1 wants it, and finds out between packs of one group: all have carried all."""
     tree = {name: np.zeros((6, 128), np.int64) for name in "abcd"}

@@ -430,3 +430,62 @@ def restore_misfit(me, path):
         manager.restore(like, read_once=True, budget_bytes=1 << 16)
     except jaxckpt.CheckpointError as error:
         return [type(error).__name__, str(error)]
+
+
+def restore_unlike(me, root):
+    """Restores what the last process wants otherwise; the errors, and the meetings of each case."""
+    import jax
+
+    last, processes, rounds = me.index == me.count - 1, type(current()), []
+    gather, where = processes.gather, f"{root}/1"
+
+    def gathering(self, name, *args, **kwargs):
+        rounds.append(name)
+        return gather(self, name, *args, **kwargs)
+
+    processes.gather = gathering
+
+    def like(spec=("x",), dtype=np.float32, names="ab", devices=None):
+        devices = jax.devices() if devices is None else devices
+        spec = jax.sharding.PartitionSpec(*spec)
+        sharding = jax.sharding.NamedSharding(mesh_of(devices, x=len(devices)), spec)
+        return {name: jax.ShapeDtypeStruct((12, 12), dtype, sharding=sharding) for name in names}
+
+    def result_of(wanted, path=where, restore=jaxckpt.restore, **options):
+        rounds.clear()
+        options = {"extra": "ignore", **options}
+        try:
+            got = restore(path, wanted, **options)
+        except jaxckpt.CheckpointError as error:
+            return f"{type(error).__name__}: {error}", len(rounds)
+        saved = jaxckpt.restore(path, as_numpy=True)
+        shards = [(name, shard) for name in got for shard in got[name].addressable_shards]
+        return all(np.array_equal(one.data, saved[n][one.index]) for n, one in shards), len(rounds)
+
+    others = {
+        "spec": like((None, "x")),
+        "open spec": like(("x", None)),
+        "dtype": like(dtype=np.float16),
+        "order": like(devices=[*reversed(jax.devices())]),
+        "fewer devices": like(devices=jax.devices()[2:]),
+        "own devices": like(devices=jax.local_devices()),
+        "fewer leaves": like(names="a"),
+        "host": dict.fromkeys("ab", np.zeros((12, 12), np.float32)),
+    }
+    found = {name: result_of(other if last else like()) for name, other in others.items()}
+    found["run"] = result_of(like((None, "x") if last else ("x",)), root)
+    found["once"] = result_of(like((None, "x") if last else ("x",)), read_once=True)
+    swap = {"rename": {"^a$": "b", "^b$": "a"}} if last else {}
+    found["names"] = result_of(like(), **swap)
+    part = jaxckpt.open(where)["ab"[last]]
+    found["part"] = result_of(like()["a"], restore=lambda _, one, **options: part.restore(one))
+    # Nobody shares these, or only the first two processes do.
+    own = like(("x",)[last:], [np.float32, np.float64][last], "ba"[last], jax.local_devices())
+    found["each its own"] = result_of(own)
+    pair = like(devices=[one for one in jax.devices() if one.process_index < 2])
+    found["a pair"] = result_of(like(devices=jax.local_devices(), names="b") if last else pair)
+    found["pair in all"] = result_of(pair)
+    half = like((None, "x"), devices=pair["a"].sharding.mesh.devices.flat)
+    found["a pair apart"] = result_of(half if me.index == 1 else pair)
+    found["all alike"] = result_of(like())
+    return found

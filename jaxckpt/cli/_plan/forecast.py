@@ -97,17 +97,12 @@ def forecast(
 ) -> Forecast:
     """Returns what saves and restores take, given the loads of each host."""
     moved_bytes = max(one.moved_bytes for one in each)
-    carried_s = _seconds([moved_bytes], rates.link)
+    carried_s = _seconds([moved_bytes], rates.link) if moved_bytes else 0.0
     save = _transfer("save", [one.save for one in each], rates.host, rates.store)
     save_disk = _transfer("save to disks", [one.save_disk for one in each], rates.disk)
     direct = _transfer("restore", [one.restore for one in each], rates.host, rates.store)
-    once = _transfer(
-        "restore, read once",
-        [one.restore_once for one in each],
-        rates.host,
-        rates.store,
-        after_s=0.0 if moved_bytes == 0 else carried_s,
-    )
+    read = [one.restore_once for one in each]
+    once = _transfer("restore, read once", read, rates.host, rates.store, after_s=carried_s)
     disk = _transfer("restore from disks", [one.restore_disk for one in each], rates.disk)
     mtbf_s = rates.mtbf_s and job_mtbf_s(rates.mtbf_s / 3600, cluster.hosts)
     values, held = max(x.values_bytes for x in each), max(x.held_bytes for x in each)
@@ -115,23 +110,12 @@ def forecast(
     blocked_s, blocked_disk_s = (_seconds([size], rates.copy) for size in (values, held))
     committed_s = _sum(blocked_s, save.seconds)
     near_s = _sum(blocked_disk_s, save_disk.seconds)
+    far = Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=min(restarts, default=None))
+    near = Costs(blocked_s=blocked_disk_s, save_s=near_s, restore_s=disk.seconds)
+    durable_s, kept_bytes = _sum(near_s, save.seconds), KEPT_STEPS * save_disk.busiest.bytes
     outlooks = (
-        _outlook(
-            "store",
-            Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=min(restarts, default=None)),
-            mtbf_s,
-            durable_s=committed_s,
-            memory_bytes=values,
-            disk_bytes=0,
-        ),
-        _outlook(
-            "local disks",
-            Costs(blocked_s=blocked_disk_s, save_s=near_s, restore_s=disk.seconds),
-            mtbf_s,
-            durable_s=_sum(near_s, save.seconds),
-            memory_bytes=held,
-            disk_bytes=KEPT_STEPS * save_disk.busiest.bytes,
-        ),
+        _outlook("store", far, mtbf_s, committed_s, memory_bytes=values, disk_bytes=0),
+        _outlook("local disks", near, mtbf_s, durable_s, memory_bytes=held, disk_bytes=kept_bytes),
     )
     return Forecast(
         name=name,
@@ -191,8 +175,8 @@ def _outlook(
     name: str,
     costs: Costs,
     mtbf_s: float | None,
-    *,
     durable_s: float | None,
+    *,
     memory_bytes: int,
     disk_bytes: int,
 ) -> Outlook:
