@@ -122,6 +122,11 @@ class SavePlan:
         return replace(self, shares=self.held_shares, total_bytes=self.held_bytes)
 
 
+def partitions(sharding: jax.sharding.NamedSharding) -> Any:  # a tuple, or like one
+    """Returns the axes that cut each dimension; `reduced` ones keep a spec from being iterated."""
+    return getattr(sharding.spec, "partitions", sharding.spec)
+
+
 @lru_cache(maxsize=1 << 14)
 def placement_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]

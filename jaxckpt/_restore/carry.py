@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._core.box import Box
+from jaxckpt._core.plan import partitions
 from jaxckpt._core.spread import (
     Axes,
     Division,
@@ -301,7 +302,8 @@ def _way(
     target: NamedSharding, shape: tuple[int, ...], unit: tuple[int, ...], process_of: Any
 ) -> _Way | None:
     hosts, mesh = _hosts(target.mesh, process_of)
-    if hosts is None or PartitionSpec.UNCONSTRAINED in target.spec:
+    is_reduced = getattr(target.spec, "reduced", None)
+    if hosts is None or is_reduced or PartitionSpec.UNCONSTRAINED in partitions(target):
         return None
     names = _axes_of(target, len(shape))
     wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
@@ -313,7 +315,7 @@ def _way(
 
 
 def _axes_of(sharding: NamedSharding, rank: int) -> Axes:
-    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    spec = (*partitions(sharding), *(None,) * (rank - len(sharding.spec)))
     return tuple(a if isinstance(a, tuple) else () if a is None else (a,) for a in spec)
 
 

@@ -21,6 +21,7 @@ from jax.sharding import (
 
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.check import calling
+from jaxckpt._core.plan import partitions
 from jaxckpt._core.pytree import check_levels, key_path
 from jaxckpt._core.select import some_paths
 from jaxckpt._core.text import counted
@@ -126,7 +127,7 @@ def _plan_leaf(
         sharding.shard_shape(shape)
         of_data = sharding if kind == "array" else key_data_sharding(sharding, len(shape))
         how = how._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, NotImplementedError):
         found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
         why = _why_not(sharding, shape)
         return Difference(leaf=path_text(leaf.path), wanted=why, saved=found)
@@ -143,7 +144,9 @@ def _why_not(sharding: Sharding, shape: tuple[int, ...]) -> str:
     spec, sizes = sharding.spec, sharding.mesh.shape
     if len(spec) > len(shape):
         return f"{spec}, which is for {len(spec)} dimensions or more"
-    for i, axes in enumerate(spec):
+    if getattr(spec, "unreduced", None):
+        return f"{spec}, whose shards are yet to be added up"
+    for i, axes in enumerate(partitions(sharding)):
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
         parts = math.prod(sizes[name] for name in names)
         if shape[i] % parts:
@@ -168,7 +171,7 @@ def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] 
 def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
     """Returns the sharding of a key array's data, whose additional dimension is never split."""
     if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec[:rank])
+        spec = PartitionSpec(*partitions(sharding)[:rank])
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     devices: set[Any] = sharding.device_set
     if len(devices) == 1:

@@ -94,8 +94,7 @@ def restore(
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote, or from safetensors.
 
-    In a job of several processes, every process calls it, and asks for the same arrays on devices
-    of several; with `as_numpy`, any process may.
+    In a job of several processes, every process calls it alike; with `as_numpy`, any process may.
 
     Args:
         path: A checkpoint, one of its items, or a run's root (restores its newest good step). If

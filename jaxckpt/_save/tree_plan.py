@@ -22,7 +22,7 @@ import numpy as np
 from jaxckpt._core.box import whole
 from jaxckpt._core.cast import is_floating
 from jaxckpt._core.collector import paused
-from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
+from jaxckpt._core.plan import ArraySpec, SavePlan, partitions, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, is_device_array, stored_value
 from jaxckpt._core.transfer import Shard, sources_of
 from jaxckpt._disk.writer import WritePlan, compressed, encode_texts, metadata_files, plan_writes
@@ -238,8 +238,11 @@ def _work_out(
     placed = [value.sharding if isinstance(value, jax.Array) else None for value in values]
     alike: dict[Any, ArraySpec] = {}  # thousands of leaves may be
     specs = []
-    for value, dtype, sharding in zip(values, dtypes, placed, strict=True):
+    for i, value, dtype, sharding in zip(flat.arrays, values, dtypes, placed, strict=True):
         if (spec := alike.get(key := (value.shape, dtype, sharding))) is None:
+            if getattr(cut := getattr(sharding, "spec", None), "unreduced", None):
+                why = f"is yet to be added up, by {cut}. Reshard it first."
+                raise UnsupportedLeaf(f"leaf {path_text(flat.paths[i])} {why}")
             spec = alike[key] = _spec(value, processes, dtype)
         specs.append(spec)
     plan = plan_save(specs, process=processes.index, holds=holds)
@@ -310,7 +313,7 @@ def saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
             axis_names=tuple(map(str, mesh.axis_names)),
             axis_sizes=tuple(mesh.devices.shape),
             axis_types=tuple(kind.name for kind in mesh.axis_types),
-            spec=tuple(_axes(axes) for axes in sharding.spec),
+            spec=tuple(_axes(axes) for axes in partitions(sharding)),
             device_ids=tuple(device.id for device in mesh.devices.flat),
         )
     if len(devices) == 1:

@@ -229,8 +229,7 @@ def _show_items(path: str, problem: str, *, as_json: bool) -> int:
     from jaxckpt.storage import locate
 
     found = find(*locate(path))
-    shown: dict[str, str] = {}
-    problems: dict[str, str] = {}
+    shown, problems = dict[str, str](), dict[str, str]()
     for name in found.items:
         try:
             ckpt = Checkpoint(found, open_item(found, name))

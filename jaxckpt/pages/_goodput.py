@@ -16,16 +16,8 @@ from jaxckpt.pages.goodput import Part, account, described, duration
 
 _MAX_ROWS: Final = 20
 _HEAD: Final = (
-    "started (UTC)",
-    "lasted",
-    "trained and kept",
-    "saves blocked",
-    "restore",
-    "from step",
-    "to step",
-    "steps lost",
-    "end",
-)
+    "started (UTC),lasted,trained and kept,saves blocked,restore,from step,to step,steps lost,end"
+).split(",")
 _MOST_BYTES: Final = 1 << 30
 _TOO_MUCH: Final = (RecursionError, OverflowError)  # nested too deep, or numbers without a float
 

@@ -70,10 +70,8 @@ def metric(
     valued = [mark for mark in _steps.marks(told, name) if mark.value is not None]
     marks = [mark for mark in valued if abs(mark.value or 0.0) <= _MOST]
     if not valued:
-        raise ValueError(
-            f"no step of {found.path} has a numeric metric {name!r}; found "
-            f"{', '.join(names) or 'no metrics'}"
-        )
+        there = ", ".join(names) or "no metrics"
+        raise ValueError(f"no step of {found.path} has a numeric metric {name!r}; found {there}")
     ax = _axes(ax)
     from matplotlib.ticker import MaxNLocator  # after `_axes`, which names a missing package
 
@@ -232,9 +230,8 @@ def _draw_parts(
         if len(parts) <= _MAX_LABELLED:
             named = " ".join(map(str, ids[:_MAX_NAMED]))
             more = f" +{len(ids) - _MAX_NAMED}" if len(ids) > _MAX_NAMED else ""
-            light = np.dot(colour, (0.299, 0.587, 0.114)) > 0.5
             middle = ((left + right) / 2, (top + bottom) / 2)
-            ink = "black" if light else "white"
+            ink = "black" if np.dot(colour, (0.299, 0.587, 0.114)) > 0.5 else "white"
             ax.text(*middle, named + more, ha="center", va="center", color=ink, fontsize="small")
     ax.set_xlim(0, 1 if columns is None else max(shape[columns], 1))
     ax.set_ylim(1 if rows is None else max(shape[rows], 1), 0)

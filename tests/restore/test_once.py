@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
@@ -189,11 +189,17 @@ def test_shards_without_replicas_are_not_added_up():
     assert isinstance(carrier, Pack)
 
 
-def test_a_sharding_that_leaves_a_dimension_open_is_read_directly():
+OPEN = {"dimension": P(P.UNCONSTRAINED, None)}
+OPEN |= {"axis": P(None, None, reduced={"a"})} if hasattr(P(), "reduced") else {}
+
+
+@pytest.mark.parametrize("spec", OPEN.values(), ids=OPEN)
+def test_a_sharding_that_leaves_something_open_is_read_directly(spec):
     """One process restores such an array, too."""
-    mesh, host = mesh_of(a=8), Host(0, 2)
+    kind = AxisType.Explicit if getattr(spec, "reduced", None) else AxisType.Auto
+    mesh, host = Mesh(mesh_of(a=8).devices, ("a",), axis_types=(kind,)), Host(0, 2)
     stored = StoredArray(shape=(2048, 2048), dtype="float32", chunk_shape=(256, 2048))
-    target = NamedSharding(mesh, P(P.UNCONSTRAINED, None))
+    target = NamedSharding(mesh, spec)
     how = How(None, "array", np.dtype("f4"), target)
     plan = LeafPlan(("a",), leaf_of("a", stored), how)
     where: tuple[Any, ...] = (DATABASE, [plan], host, 1 << 27)

@@ -451,3 +451,54 @@ def test_simulated_processes_do_not_share_plans(ram_path, mesh):
     assert len(mine) == len(others) == 4
     assert not mine & others
     assert all(same(jaxckpt.restore(ram_path / f"{i}"), state(i, mesh)) for i in range(2))
+
+
+# --- specs with `reduced` and `unreduced` axes ----------------------------------------------
+
+
+@pytest.fixture
+def explicit():
+    """A mesh of explicit axes, x=4, y=2, in a program of which types have shardings."""
+    if not hasattr(P(), "reduced"):
+        pytest.skip("this jax has no such specs")
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def test_arrays_with_reduced_axes_are_saved_as_plain_ones(explicit, ram_path):
+    """Their values are alike on these axes. They are restored too, and a misfit names the leaf."""
+    values, reduced = np.arange(32.0).reshape(8, 4), P("x", None, reduced={"y"})
+    tree = {"w": jax.device_put(values, NamedSharding(explicit, reduced)), "odd": np.zeros((6, 4))}
+    keys = jax.random.split(jax.random.key(3), 8)
+    jaxckpt.save(ram_path / "a", {**tree, "keys": keys})
+
+    def restored(name, *spec):
+        sharding = NamedSharding(explicit, P(*spec, reduced={"y"}))
+        return jaxckpt.restore(ram_path / "a", only=name, shardings=sharding)[name]
+
+    plain = jaxckpt.restore(ram_path / "a", only="w")["w"]
+    assert plain.sharding.spec == P("x", None)
+    assert np.array_equal(plain, values)
+    assert restored("w", "x", None).sharding.spec == reduced
+    assert np.array_equal(restored("w", "x", None), values)
+    assert np.array_equal(*map(jax.random.key_data, (restored("keys", "x"), keys)))
+    with pytest.raises(jaxckpt.TreeMismatch, match=r"odd .*cuts dimension 0 into 4 equal parts"):
+        restored("odd", "x", None)
+
+
+def test_arrays_that_are_yet_to_be_added_up_are_refused_by_name(explicit, ram_path):
+    """Their shards are not the values; the error says which leaf, and a target likewise."""
+    a = jax.device_put(np.ones((8, 4)), NamedSharding(explicit, P(None, "y")))
+    b = jax.device_put(np.ones((4, 4)), NamedSharding(explicit, P("y", None)))
+    spec = P(None, None, unreduced={"y"})
+    product = jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b, out_sharding=spec))(a, b)
+    like = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=NamedSharding(explicit, spec))
+
+    with pytest.raises(UnsupportedLeaf, match=r"leaf grads/w .*yet to be added up"):
+        jaxckpt.save(ram_path / "a", {"step": 7, "grads": {"w": product}})
+    assert not (ram_path / "a").exists()
+    jaxckpt.save(ram_path / "a", {"grads": {"w": np.ones((8, 4))}})
+    with pytest.raises(jaxckpt.TreeMismatch, match=r"grads/w .*yet to be added up"):
+        jaxckpt.restore(ram_path / "a", {"grads": {"w": like}})
