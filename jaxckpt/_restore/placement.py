@@ -171,7 +171,12 @@ def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] 
 def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
     """Returns the sharding of a key array's data, whose additional dimension is never split."""
     if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*partitions(sharding)[:rank])
+        axes = [*partitions(sharding)[:rank]]
+        while axes and axes[-1] is None:  # which jax shows of a key, but does not have
+            axes.pop()
+        spec = PartitionSpec(
+            *axes, None
+        )  # as jax has it: else jit compiles anew for a restored key
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     devices: set[Any] = sharding.device_set
     if len(devices) == 1:

@@ -1189,3 +1189,21 @@ def test_arrays_placed_alike_are_those_that_jax_places(mesh, spec, dtype):
     assert np.array_equal(np.asarray(second), values)
     for fact in ("aval", "sharding", "committed", "weak_type", "dtype", "format"):
         assert getattr(first, fact) == getattr(second, fact), fact
+
+
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
+def test_a_restored_key_compiles_nothing_anew(tmp_path, mesh, spec):
+    """A step is compiled once for a fresh state and the restored one, with `like` and without."""
+
+    @jax.jit
+    def step(keys):
+        return jax.random.split(keys[0], 8)
+
+    sharding = NamedSharding(mesh, spec)
+    keys = jax.jit(lambda: jax.random.split(jax.random.key(0), 8), out_shardings=sharding)()
+    jaxckpt.save(tmp_path / "a", keys)
+
+    for state in (keys, jaxckpt.restore(tmp_path / "a", keys), jaxckpt.restore(tmp_path / "a")):
+        step(state)
+
+    assert step._cache_size() == 1

@@ -1700,9 +1700,11 @@ def test_a_run_does_not_begin_anew_beside_steps_of_other_names(tmp_path, options
     """They are not this run's by their names, and would be left behind without a word."""
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(90, {"w": 1.0}).result()
-    with CheckpointManager(tmp_path / "run", **options) as manager:
-        with pytest.raises(jaxckpt.UnsupportedFormat, match=r"named like \w*7, but 90 is one"):
-            manager.restore_or(lambda: {"w": 0.0})
+    with (
+        CheckpointManager(tmp_path / "run", **options) as manager,
+        pytest.raises(jaxckpt.UnsupportedFormat, match=r"named like \w*7, but 90 is one"),
+    ):
+        manager.restore_or(lambda: {"w": 0.0})
 
     with CheckpointManager(tmp_path / "run", step_digits=2) as manager:
         assert manager.restore_or(lambda: {"w": 0.0}) == ({"w": 1.0}, 90)
