@@ -150,7 +150,7 @@ def upload(
     from jaxckpt._run import upload as uploads
     from jaxckpt._run.index import StepIndex
     from jaxckpt._run.leases import Leases
-    from jaxckpt._run.listing import existing_root
+    from jaxckpt._run.listing import check_root, existing_root
     from jaxckpt.cli._between import check_same_run, join, missing_steps
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate
@@ -160,7 +160,7 @@ def upload(
         raise CheckpointNotFound(f"{source.root} {source.emptiness()}: nothing can be uploaded")
     for step in steps:
         source.check_there(step)  # before DST is made
-    refuse_inside(storage, root)
+    refuse_inside(storage, root, lambda: check_root(storage, root))
     storage.make_dir(root)
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))

@@ -367,6 +367,23 @@ def test_nothing_is_uploaded_into_a_checkpoint(source, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("into", ["saved", "other/1", "link", "memory:saved", "memory:other/1"])
+def test_a_checkpoint_is_not_taken_for_the_root_of_a_run(source, tmp_path, into):
+    """In a store, each later save at its path was refused, and a job kept the step for ever."""
+    *in_memory, into = into.split(":")
+    top = f"memory://{tmp_path.name}" if in_memory else str(tmp_path)
+    jaxckpt.save(f"{top}/saved", {"w": 1})
+    jaxckpt.save(f"{top}/other/1", {"w": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    storage, _ = locate(top)
+    before = sorted(storage.files(top))
+
+    code, _, err = cli("upload", source, f"{top}/{into}")
+
+    assert (code, "is a checkpoint, not a run" in err) == (2, True)
+    assert sorted(storage.files(top)) == before
+
+
 def leave_all_but_the_marker(source, root):
     """Leaves an upload whose job died just before its last file."""
 
