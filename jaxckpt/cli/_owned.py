@@ -78,11 +78,12 @@ def owned(
         SaveFailed: a running job owns the run, or this is unknown; or another step would go that
             a job was deleting when it died. Nothing was changed.
     """
-    # Object stores have locks: see what else the storage may be.
-    if not (no_job or storage.parallel_writes) and (hold := _lock(storage, root)) is not None:
-        hold.release()
     seen = run_at(storage, root, keep=keep)
-    if left := [step for step in half_deleted(seen) if step not in deletes]:
+    left = [step for step in half_deleted(seen) if step not in deletes]
+    # A job that lives may be deleting. Object stores have locks: see what else the storage may be.
+    if not no_job and (left or not storage.parallel_writes):
+        _lock(storage, root).release()
+    if left:
         steps = " ".join(map(str, left))
         raise SaveFailed(
             f"{root}: a job died while it deleted steps {steps}, and the next job that opens the "
@@ -107,20 +108,17 @@ def locked(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Ste
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
-    index = StepIndex(storage, root, quiet=True)
     hold = None if no_job else _lock(storage, root)
-    if hold is None and not no_job:
-        _refuse(index)
     try:
-        yield index
+        yield StepIndex(storage, root, quiet=True)
     finally:
         if hold is not None:
             hold.release()
 
 
-def _lock(storage: Storage, root: str) -> Hold | None:
+def _lock(storage: Storage, root: str) -> Hold:
     try:
-        return storage.hold(f"{root}/{names.LOCK}")
+        return storage.hold(f"{root}/{names.LOCK}") or _refuse(StepIndex(storage, root, quiet=True))
     except io.UnsupportedOperation as error:
         raise SaveFailed(
             f"{root}: this file system does not support locks, so a job that writes the run "

@@ -288,6 +288,20 @@ def test_a_run_of_a_job_that_lives_is_left_to_it(root, argv):
     assert steps_of(root)[-1] == 700
 
 
+@pytest.mark.parametrize("command", ["rm", "scrub"])
+def test_a_job_that_is_just_deleting_is_not_called_dead(root, command):
+    flip(root / "300" / "state")
+    with CheckpointManager(root):
+        owner = run.decode(run.Owner, (root / names.OWNER).read_bytes(), file="owner")
+        doomed = run.Doomed(steps=["100"], owner=owner.token)
+        (root / names.DOOMED).write_bytes(run.encode(doomed))
+
+        code, _, err = cli(command, root, *[200] * (command == "rm"), "--yes")
+
+        assert (code, "in use by a running job" in err, "died" in err) == (2, True, False)
+        (root / names.DOOMED).unlink()
+
+
 def test_a_job_that_opened_a_run_while_it_was_cleared_up_owns_it_with_its_save(root):
     """It found the lock taken; from its first save on it has the lock, and is left alone."""
     with owned(LocalStorage(), str(root)):
