@@ -20,7 +20,7 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, Self, final
@@ -57,9 +57,7 @@ class UploadedFiles:
 
     def publish(self, old: Sequence[str]) -> None:
         """Uploads the files in place of old ones; see `LargeFiles.publish`."""
-        for path in self._files:
-            if path not in old and self._storage.kind(path) is not None:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._take_names(old)
         sent: list[str] = []
         try:
             for path, file in self._files.items():
@@ -72,7 +70,14 @@ class UploadedFiles:
                 with contextlib.suppress(OSError):
                     self._storage.delete_files(sent)
             raise
-        _remove_old(self._storage, [path for path in old if path not in self._files])
+        _remove_old(self._storage, old, self._files)
+
+    def _take_names(self, old: Sequence[str]) -> None:
+        first, *others = self._files
+        taken = [p for p in self._files if p not in old and self._storage.kind(p) is not None]
+        # Of two exports at once to one name, all shards are of the one that made the first.
+        if taken or (others and not self._storage.create(first, b"")):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), (*taken, first)[0])
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +131,7 @@ class LargeFiles:
                 for file in others:
                     file.withdraw()
             raise
-        files = [file.path for file in self._files]
-        _remove_old(LocalStorage(), [path for path in old if path not in files])
+        _remove_old(LocalStorage(), old, [file.path for file in self._files])
 
     def __enter__(self) -> Self:
         return self
@@ -141,8 +145,8 @@ class LargeFiles:
             self._hold.release()
 
 
-def _remove_old(storage: Storage, paths: Sequence[str]) -> None:
-    for path in paths:
+def _remove_old(storage: Storage, old: Sequence[str], new: Collection[str]) -> None:
+    for path in (path for path in old if path not in new):
         try:
             storage.delete_files([path])
         except OSError as error:

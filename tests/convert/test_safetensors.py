@@ -49,7 +49,7 @@ from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
 from jaxckpt.storage._large import LargeFile, LargeFiles, UploadedFiles
-from jaxckpt.testing import FailingStorage
+from jaxckpt.testing import FailingStorage, WatchedStorage
 from tests.strategies import random_bits, same
 from tests.test_hops import hops_of
 from tests.twins import ReadNotes, watched
@@ -345,7 +345,7 @@ def test_an_export_removes_no_file_of_another(saved, tmp_path):
 
 
 @pytest.mark.parametrize("first", [None, 250])
-@pytest.mark.parametrize("failing", [0, 1, -1])
+@pytest.mark.parametrize("failing", [0, 1, 2, -1])
 def test_an_error_in_a_bucket_leaves_the_old_model(saved, first, failing):
     """Whichever object cannot be written; the next export has names that are free."""
     folder = f"memory://failing-{uuid.uuid4().hex}"
@@ -355,7 +355,7 @@ def test_an_error_in_a_bucket_leaves_the_old_model(saved, first, failing):
     before, wanted = [*storage.files(root)], jaxckpt.restore(top)
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    with UploadedFiles(FailingStorage(storage, failing % 3, full)) as files:
+    with UploadedFiles(FailingStorage(storage, failing % 4, full)) as files:
         for name in ("m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", "m.json"):
             files.new(f"{root}/{name}").write(0, b"new")
         with pytest.raises(OSError, match="No space left"):
@@ -367,6 +367,28 @@ def test_an_error_in_a_bucket_leaves_the_old_model(saved, first, failing):
     again = jaxckpt.export_safetensors(saved, path, max_shard_bytes=250, overwrite=True)
     assert same(jaxckpt.restore(again), wanted)
     assert {*storage.files(root)}.isdisjoint(before) == (first is None)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_exports_at_once_to_a_store_do_not_mix_their_shards(tmp_path, overwrite):
+    """The other one ends when the first has looked at the names; its model stays."""
+    for n in (1, 2, 3):
+        jaxckpt.save(tmp_path / f"{n}", {f"w{i}": np.full(100, n, np.float32) for i in range(4)})
+    path = f"memory://at-once-{tmp_path.name}/model.safetensors"
+    options = {"max_shard_bytes": 400, "overwrite": overwrite}
+    if overwrite:
+        jaxckpt.export_safetensors(tmp_path / "3", path, max_shard_bytes=400)
+    tops = []
+
+    def other(verb, file):
+        if verb in ("create", "write") and "-00001-of-" in file and not tops:
+            tops.append(jaxckpt.export_safetensors(tmp_path / "1", path, **options))
+
+    watched_path = PathIn(WatchedStorage(MemoryStorage(), other), path)
+    with pytest.raises(StepExists, match=r"-00001-of-.* was created during the export"):
+        jaxckpt.export_safetensors(tmp_path / "2", watched_path, **options)
+
+    assert {float(w[0]) for w in jaxckpt.restore(tops[0], as_numpy=True).values()} == {1.0}
 
 
 def test_an_export_into_a_checkpoint_is_refused(saved):
