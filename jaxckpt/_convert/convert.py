@@ -9,7 +9,7 @@ from typing import Any
 from jaxckpt._convert.source import copy_by
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import explained, zstd_level
+from jaxckpt._core.check import check_flag, explained, zstd_level
 from jaxckpt._core.select import Globs
 from jaxckpt.storage import locate
 
@@ -69,6 +69,7 @@ def convert(
         ...     jaxckpt.restore(f"{folder}/weights")
         {'params': {'w': array([1., 1.], dtype=float16)}}
     """
+    check_flag("convert", ocdbt=ocdbt)
     zstd = None if compression is None else zstd_level("convert", compression)
     write = partial(write_checkpoint, *locate(dst), ocdbt=ocdbt, zstd=zstd, overwrite=overwrite)
     copy_by(src, write, item=item, only=only, skip=skip, dtype=floating(dtype), by="convert")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxckpt._convert.source import Leaves, Tile, Values, check_leaves, copy_by, of_checkpoint
 from jaxckpt._convert.target import clipped, enlarged, parts_of, write_checkpoint
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import explained
+from jaxckpt._core.check import check_flag, check_positive, explained
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import runs
 from jaxckpt._disk.transaction import refuse_inside
@@ -87,11 +87,10 @@ def export_safetensors(
         ...     jaxckpt.restore(f"{folder}/2", only="params/w")
         {'params': {'w': array([1., 1.])}}
     """
-    if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    check_positive("export_safetensors", max_shard_bytes=max_shard_bytes)
+    check_flag("export_safetensors", overwrite=overwrite)
     model = _Model(*locate(dst))
-    if not model.file.endswith(safetensors.SUFFIX):
-        suffix = safetensors.SUFFIX
+    if not model.file.endswith(suffix := safetensors.SUFFIX):
         raise ValueError(f"{dst} must end in {suffix}, such as {model.file}{suffix}")
 
     def write(source: Leaves) -> str:

@@ -97,8 +97,7 @@ def of_checkpoint(
     if not chosen:
         raise ValueError(f"only {only!r} and skip {skip!r} leave no leaf of {found.path}")
     check_leaves(chosen, [], saved.path)  # first: they may be nested too deeply to recurse
-    whole = root_of(saved.tree)
-    root = _pruned(whole, (), {leaf.path for leaf in chosen})[1]
+    root = _pruned(root_of(saved.tree), (), {leaf.path for leaf in chosen})[1]
     sources = _in_order(chosen, root, saved.path)
     inline = {i: inline for i, leaf in enumerate(sources) if (inline := _inline(leaf)) is not None}
     tree = Tree(

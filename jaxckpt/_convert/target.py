@@ -19,6 +19,7 @@ from typing import Final
 
 from jaxckpt._convert.source import Leaves, Tile, Values
 from jaxckpt._core.box import Box, cut, whole, widened
+from jaxckpt._core.check import check_new_checkpoint
 from jaxckpt._core.text import counted
 from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.checksums import starts_of, units_in
@@ -70,8 +71,7 @@ def write_checkpoint(
         CorruptCheckpoint: the source is damaged; nothing was written.
     """
     start, started_ns = time.monotonic(), time.time_ns()
-    if names.is_reserved(posixpath.basename(path)):
-        raise ValueError(f"{path}: this name is reserved for temporary checkpoints")
+    check_new_checkpoint(path, overwrite)
     goal = _goal(source.tree, ocdbt=ocdbt, zstd=zstd)
     if not ocdbt:
         _check_plain(goal.leaves, path)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxckpt._core.text import nearest, shown
 from jaxckpt.format.arrays import MAX_ZSTD_LEVEL, STORABLE_DTYPES
+from jaxckpt.format.names import is_reserved
 from jaxckpt.format.run import MAX_STEP
 
 P = ParamSpec("P")
@@ -72,6 +73,15 @@ def check_flag(who: str, **values: bool | None) -> None:
     for name, value in values.items():
         if value is not None:
             check_type(who, name, value, bool, "True, False or None")
+
+
+def check_new_checkpoint(where: str, overwrite: object) -> None:
+    if overwrite not in (False, True, "delete_first"):
+        raise ValueError(f'overwrite must be a bool or "delete_first", got {overwrite!r}')
+    if not (name := where.rpartition("/")[2]):
+        raise ValueError(f"{where} is no path for a checkpoint: add a name, such as {where}first")
+    if is_reserved(name):
+        raise ValueError(f"{where}: this name is reserved for unfinished saves; choose another")
 
 
 def check_dtype(who: str, dtype: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import check_type, explained, zstd_level
+from jaxckpt._core.check import check_new_checkpoint, check_type, explained, zstd_level
 from jaxckpt._core.log import logger
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.attempt import raise_save_error
@@ -147,7 +147,7 @@ def prepare(
     try:
         check_type("save", "path", path, str | os.PathLike, "a str or Path, as in save(path, tree)")
         storage, where = locate(path)
-        _check_name(where, overwrite)
+        check_new_checkpoint(where, overwrite)
         if item not in (names.STATE_ITEM, None):
             names.check_item(item)
         metadata = check_metadata(custom_metadata)
@@ -178,15 +178,6 @@ def prepare(
         custom_metadata=metadata,
         overwrite=overwrite,
     )
-
-
-def _check_name(where: str, overwrite: Overwrite) -> None:
-    if overwrite not in (False, True, "delete_first"):
-        raise ValueError(f'overwrite must be a bool or "delete_first", got {overwrite!r}')
-    if not (name := posixpath.basename(where)):
-        raise ValueError(f"{where} is no path for a checkpoint: add a name, such as {where}first")
-    if names.is_reserved(name):
-        raise ValueError(f"{where}: this name is reserved for unfinished saves; choose another")
 
 
 def _check_target(storage: Storage, path: str, overwrite: Overwrite) -> None:

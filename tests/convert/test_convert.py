@@ -527,7 +527,26 @@ def test_wrong_arguments_are_told_before_anything_is_made(saved, tmp_path):
         jaxckpt.convert(tmp_path / "missing", tmp_path / "copy")
     with pytest.raises(ValueError, match="this name is reserved"):
         jaxckpt.convert(saved, tmp_path / "copy.orbax-checkpoint-tmp")
+    with pytest.raises(TypeError, match="ocdbt must be True, False or None, got 'no'"):
+        jaxckpt.convert(saved, tmp_path / "copy", ocdbt="no")
     assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("verb", ["convert", "export_safetensors", "import_safetensors"])
+def test_a_text_is_no_consent_to_replace(tmp_path, verb):
+    """As a config or argparse gives it: "False" is true for Python."""
+    jaxckpt.save(tmp_path / "saved", {"w": np.ones(2)})
+    model = jaxckpt.export_safetensors(tmp_path / "saved", tmp_path / "model.safetensors")
+    there = model if verb == "export_safetensors" else tmp_path / "there"
+    if there is not model:
+        jaxckpt.save(there, {"w": 1})
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    source = model if verb == "import_safetensors" else tmp_path / "saved"
+
+    with pytest.raises((TypeError, ValueError), match=r"overwrite must be .*got 'False'"):
+        getattr(jaxckpt, verb)(source, there, overwrite="False")
+
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_json_item_is_no_tree(tmp_path):

@@ -416,6 +416,8 @@ def test_wrong_arguments_of_an_export(saved, tmp_path):
     for options in ({"max_shard_bytes": 0}, {"dtype": "int8"}, {"only": "missing"}):
         with pytest.raises(ValueError, match=r"positive|floating|no leaf"):
             jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
+    with pytest.raises(TypeError, match="max_shard_bytes must be a number, got '5GB'"):
+        jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", max_shard_bytes="5GB")
     with pytest.raises(ValueError, match="must end"):
         jaxckpt.export_safetensors(saved, tmp_path / "a.bin")
     with pytest.raises(CheckpointNotFound):
