@@ -76,12 +76,14 @@ def of_checkpoint(
     skip: Globs = None,
     dtype: str | None,
     by: str,
+    bad: Mapping[str, CorruptCheckpoint] | None = None,
 ) -> Leaves:
-    """Opens the tree of a checkpoint, or a part of it, for copying.
+    """Opens the tree of a checkpoint, or a part of it, for copying; of a run, the newest good step.
 
     Args:
         dtype: The new dtype of all floating-point arrays.
         by: The operation, for the lineage.
+        bad: Errors of checkpoints, by path, whose values turned out to be damaged.
 
     Raises:
         CheckpointNotFound: `src` lacks a committed checkpoint.
@@ -89,7 +91,8 @@ def of_checkpoint(
         UnsupportedLeaf: a leaf cannot be copied.
     """
     storage, where = locate(src)
-    saved, recorded = at_rest(storage, where, partial(_opened, item=item))
+    opened = partial(_opened, item=item, bad=bad or {})
+    saved, recorded = at_rest(storage, where, opened, fallback=True)
     found = saved.found
     check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], where=found.path)
     selected = selector(only, skip)
@@ -129,15 +132,19 @@ def copy_by(
 ) -> T:
     """Returns what `write` makes of the leaves that `of_checkpoint` opens.
 
-    Begins anew if the checkpoint is deleted or replaced in the meantime, as by the job of a run.
+    Begins anew if the checkpoint is deleted or replaced in the meantime, as by the job of a run,
+    and with an earlier step of the run if its values are damaged.
     """
     leaves = of_checkpoint(src, **how)  # which begins anew by itself
     try:
         return write(leaves)
+    except CorruptCheckpoint as error:
+        how["bad"] = {**(how.get("bad") or {}), leaves.lineage["path"]: error.with_traceback(None)}
     except CheckpointNotFound:
         if not again:
             raise
-    return copy_by(src, write, again=again - 1, **how)
+        again -= 1
+    return copy_by(src, write, again=again, **how)
 
 
 def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], where: str) -> None:
@@ -227,7 +234,11 @@ def _walk(
         yield from _walk(child, (*path, name), (*types, _KEY_TYPES[node.type]))
 
 
-def _opened(found: Found, item: str | None) -> tuple[Item, Mapping[str, SavedSharding]]:
+def _opened(
+    found: Found, item: str | None, bad: Mapping[str, CorruptCheckpoint]
+) -> tuple[Item, Mapping[str, SavedSharding]]:
+    if found.path in bad:
+        raise bad[found.path]
     saved = open_tree(found, item)
     return saved, saved.read_shardings()
 

@@ -532,6 +532,29 @@ def test_wrong_arguments_are_told_before_anything_is_made(saved, tmp_path):
     assert os.listdir(tmp_path) == ["saved"]
 
 
+@pytest.mark.parametrize("damaged", ["_METADATA", "d"])
+@pytest.mark.parametrize("verb", ["convert", "export_safetensors"])
+def test_the_step_before_a_damaged_one_is_copied(tmp_path, caplog, verb, damaged):
+    """Of a run, as `restore` and `fork` do; the path of the step itself raises."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": np.full(1000, step, np.float32)}, force=True)
+    target = tmp_path / "run" / "3" / "state" / damaged
+    if target.is_dir():
+        target = max(target.iterdir(), key=lambda file: file.stat().st_size)
+    data = target.read_bytes()
+    target.write_bytes(bytes(byte ^ 0xFF for byte in data))
+    copy = tmp_path / "copy.safetensors"
+
+    with pytest.raises(CorruptCheckpoint, match=str(tmp_path / "run" / "3")):
+        getattr(jaxckpt, verb)(tmp_path / "run" / "3", copy)
+    getattr(jaxckpt, verb)(tmp_path / "run", copy)
+
+    assert jaxckpt.restore(copy, as_numpy=True)["w"][0] == 2
+    assert "took 2. Skipped: 3: " in caplog.text
+    target.write_bytes(data)
+
+
 @pytest.mark.parametrize("verb", ["convert", "export_safetensors", "import_safetensors"])
 def test_a_text_is_no_consent_to_replace(tmp_path, verb):
     """As a config or argparse gives it: "False" is true for Python."""
