@@ -20,7 +20,7 @@ from typing import Final
 from jaxckpt._convert.source import Leaves, Tile, Values
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.check import check_new_checkpoint
-from jaxckpt._core.text import counted
+from jaxckpt._core.text import command, counted
 from jaxckpt._disk.attempt import raise_save_error
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
@@ -67,6 +67,7 @@ def write_checkpoint(
     Raises:
         UnsupportedLeaf: plain files cannot store some leaves; nothing was written.
         StepExists: `path` exists, or has several items, most of which would be lost.
+        ValueError: the name is reserved, or the step to replace is pinned.
         SaveFailed: the checkpoint was not committed; the cause is chained.
         CorruptCheckpoint: the source is damaged; nothing was written.
     """
@@ -102,7 +103,9 @@ def write_checkpoint(
 
 
 def _check_replaced(storage: Storage, path: str) -> None:
-    """Refuses to replace a checkpoint of several items by a copy of one tree."""
+    """Refuses to replace a pinned step, or a checkpoint of several items by a copy of one tree."""
+    if storage.kind(f"{path}/{names.PINNED}") is not None:
+        raise ValueError(f"{path} is pinned. To unpin it, run: {command('unpin', path)}")
     items, where = (), real(storage, path)
     with contextlib.suppress(CheckpointError):  # else it is none, or damaged
         items = at_rest(storage, where, lambda found: found.items if found.path == where else ())

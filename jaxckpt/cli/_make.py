@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jaxckpt._core.text import command, size_text
+from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names
@@ -283,15 +283,20 @@ def _writing(dst: str, *, overwrite: bool, yes: bool) -> Iterator[None]:
 
     Raises:
         SaveFailed: a running job owns the run.
-        ValueError: the step to replace is pinned.
+        ValueError: a reader holds the step to replace.
     """
+    from jaxckpt._run.index import StepIndex
+    from jaxckpt._run.leases import Leases
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate
 
     storage, where = locate(dst)
-    if overwrite and storage.kind(where) is not None:
-        _output.confirm(f"Replace {where}?", yes=yes)
     root, name = posixpath.split(where)
+    if overwrite and storage.kind(where) is not None:
+        leases = Leases(StepIndex(storage, root, quiet=True))
+        if is_like_step(name) and name in leases.leased(leases.index.entries()):
+            raise ValueError(f"{where} is not replaced: a reader holds it. Try again later.")
+        _output.confirm(f"Replace {where}?", yes=yes)
     with contextlib.ExitStack() as stack:
         if is_like_step(name) and storage.kind(f"{root}/{names.LOCK}") is not None:
             try:
@@ -299,8 +304,6 @@ def _writing(dst: str, *, overwrite: bool, yes: bool) -> Iterator[None]:
             except SaveFailed as error:
                 if not isinstance(error.__cause__, io.UnsupportedOperation):
                     raise
-        if overwrite and storage.kind(f"{where}/{names.PINNED}") is not None:
-            raise ValueError(f"{where} is pinned. To unpin it, run: {command('unpin', where)}")
         yield
 
 

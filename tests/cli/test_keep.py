@@ -227,6 +227,25 @@ def test_a_printed_command_can_be_pasted_into_a_shell(root):
     assert cli("rm", spaced, 100, "--yes")[0] == 0
 
 
+@pytest.mark.parametrize("verb", ["convert", "import"])
+def test_a_step_that_is_being_read_is_not_replaced(tmp_path, verb):
+    root, other = tmp_path / "run", tmp_path / "other"
+    with CheckpointManager(root) as manager:
+        manager.save(100, {"w": np.ones(3)})
+    jaxckpt.save(other, {"w": np.zeros(3)})
+    if verb == "import":
+        other = jaxckpt.export_safetensors(other, tmp_path / "m.safetensors")
+    before = content(root / "100")
+
+    with run_at(LocalStorage(), str(root)).leases.protect(100):
+        code, _, err = cli(verb, other, root / "100", "--overwrite", "--yes")
+
+    assert (code, "100 is not replaced: a reader holds it" in err) == (2, True)
+    assert content(root / "100") == before
+    assert cli(verb, other, root / "100", "--overwrite", "--yes")[0] == 0
+    assert jaxckpt.restore(root / "100")["w"][0] == 0
+
+
 def test_rm_leaves_a_step_that_is_being_read(root):
     """The others go; the error says what stayed and why."""
     reader = run_at(LocalStorage(), str(root)).leases

@@ -555,6 +555,24 @@ def test_the_step_before_a_damaged_one_is_copied(tmp_path, caplog, verb, damaged
     target.write_bytes(data)
 
 
+@pytest.mark.parametrize("verb", ["convert", "import_safetensors"])
+def test_a_pinned_step_is_not_replaced(tmp_path, verb):
+    """Its pin was lost, and the next deletion took the copy."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": np.ones(2)}).result()
+        manager.pin(1)
+    jaxckpt.save(tmp_path / "other", {"w": np.zeros(2)})
+    source = tmp_path / "other"
+    if verb == "import_safetensors":
+        source = jaxckpt.export_safetensors(source, tmp_path / "m.safetensors")
+
+    with pytest.raises(ValueError, match="1 is pinned"):
+        getattr(jaxckpt, verb)(source, tmp_path / "run" / "1", overwrite=True)
+
+    assert jaxckpt.restore(tmp_path / "run" / "1")["w"][0] == 1
+    assert (tmp_path / "run" / "1" / names.PINNED).exists()
+
+
 @pytest.mark.parametrize("verb", ["convert", "export_safetensors", "import_safetensors"])
 def test_a_text_is_no_consent_to_replace(tmp_path, verb):
     """As a config or argparse gives it: "False" is true for Python."""
