@@ -177,9 +177,9 @@ def newest_in(
 
 
 def are_gone(roots: Sequence[Root], first: int, last: int) -> bool:
-    """Returns whether no place has a step from the first to the last one; False if one is away."""
-    where = roots[-1].index.root
-    durable = lead(roots[0].group.job, f"manager {where}/left", roots[-1].known_steps, where=where)
+    """Returns whether `first` to `last` were there and are nowhere now; False if one is away."""
+    where, ask = roots[-1].index.root, roots[-1].known_steps if first <= last else lambda: None
+    durable = lead(roots[0].group.job, f"manager {where}/left", ask, where=where)
     all_answer = durable is not None and not roots[0].peers.urls
     return all_answer and max([-1, *(durable or ()), *newest_in(roots, last, last).shown]) < first
 

@@ -1323,6 +1323,40 @@ def test_a_job_goes_back_by_number_after_others_have_deleted_later_steps(tmp_pat
         assert "older than step 30" in said if left else said == [10, 15, 20]
 
 
+@contextlib.contextmanager
+def disk_away(processes, disk):
+    """While it lasts, the disk of the second of two processes is not mounted."""
+    elsewhere = disk.with_name("elsewhere")
+
+    def meet_and(do):
+        processes.within(30).gather("before", None)
+        if processes.index == 1:
+            do()
+        processes.within(30).gather("after", None)
+
+    meet_and(lambda: (disk.rename(elsewhere), disk.mkdir()))
+    yield
+    meet_and(lambda: (shutil.rmtree(disk), elsewhere.rename(disk)))
+
+
+def test_a_save_tried_again_while_a_disk_is_away_costs_no_local_step(tmp_path):
+    """It was never there, so no other job has deleted it."""
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), every=10, **LOCAL) as manager:
+            for step in (10, 11, 12):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+            with disk_away(processes, tmp_path / "host1"):
+                for _ in TWO:
+                    with pytest.raises((SaveFailed, ProcessesDisagree), match="may be unmounted"):
+                        manager.save(13, {"a": 13}).result()
+            manager.save(14, {"a": 14}).result()
+            return manager.all_steps()
+
+    assert simulate(2, run) == [[10, 11, 12, 14]] * 2
+
+
 def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
     """Though another process has committed its part."""
     failing = Failing(names.RECORD, "/host1/")
