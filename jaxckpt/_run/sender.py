@@ -5,12 +5,12 @@ The steps of a process go one after another; `uploader` decides which is next.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import final
 
@@ -102,7 +102,7 @@ class Sender:
 
     def has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step of which this process has a part."""
-        with contextlib.suppress(CheckpointError, OSError):
+        with suppress(CheckpointError, OSError):
             token, target = self.token_of(one), self.target.index
             begun = token and has_begun(target.storage, target.path(one.step), token)
             return bool(begun) and self._has_its_part(one)
@@ -114,7 +114,7 @@ class Sender:
             return True
         part, source = mine, self.source.index
         self.token_of(one)
-        with contextlib.suppress(CheckpointError):  # raised when it is sent
+        with suppress(CheckpointError):  # raised when it is sent
             part = find(source.storage, source.path(one.step)).part or mine
         # Process 0 commits, and nobody else: one process has the right to write to the directory.
         return part[1] == mine[1] and (part[0] == 0) == (mine[0] == 0)
@@ -122,7 +122,7 @@ class Sender:
     def token_of(self, one: Upload) -> str:
         """Returns the token of the attempts to upload a step as it is now; "" if it is unknown."""
         source, token = self.source.index, one.token
-        with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
+        with suppress(CheckpointError, OSError):  # reported when it is sent
             token = upload_token(find(source.storage, source.path(one.step)))
         if token != one.token:  # it may have been saved again
             one.parts.clear()
@@ -190,19 +190,19 @@ class Sender:
         """
         index, may_send = self.target.index, self.source.group.leaders.count > 1
         for one in self.begun.keys() - wanted():
-            left_s = self.begun[one] = min(self.begun[one], time.monotonic())
-            if may_send and left_s >= sent_s:
-                continue
-            with contextlib.suppress(CheckpointError, OSError):  # tried again at the next upload
-                self.target.owner.check()
-                args = index.storage, index.path(one[0]), one[1]
-                (take_over(*args) or Transaction(*args, False)).abort()
-                del self.begun[one]
+            with suppress(KeyError, CheckpointError, OSError), ExitStack() as again:
+                left_s = min(self.begun.pop(one), time.monotonic())  # else another thread has it
+                again.callback(self.begun.__setitem__, one, left_s)  # at the next upload
+                if not may_send or left_s < sent_s:
+                    self.target.owner.check()
+                    args = index.storage, index.path(one[0]), one[1]
+                    (take_over(*args) or Transaction(*args, False)).abort()
+                    again.pop_all()
 
     def refuse(self, one: Upload, error: Exception) -> None:
         """Lets process 0 know that the part of this process will not come."""
         storage, token = self.target.index.storage, self.token_of(one)
-        with contextlib.suppress(CheckpointError, OSError):
+        with suppress(CheckpointError, OSError):
             if token:
                 work = commit_of(storage, self.target.index.path(one.step)).work(token)
                 refuse(storage, work, self.processes.index, error)

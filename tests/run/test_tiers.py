@@ -70,6 +70,8 @@ class Store(_Relay):
         self.answers = threading.Event()
         self.answers.set()
         self.slow = "all"  # or the verb that waits for `answers`
+        self.slow_at = ""  # where it waits, by a part of the path
+        self.is_slow = threading.Event()  # once a verb has waited
         self.away: OSError | None = None
         self.only = ""  # what is away, by a part of the path
         self.asked = threading.Event()  # while it did not answer
@@ -77,7 +79,9 @@ class Store(_Relay):
     def _before(self, verb, path, data=b""):
         if threading.current_thread() is not threading.main_thread():
             self.asked.set()
-        if self.slow in ("all", verb):
+        if self.slow in ("all", verb) and self.slow_at in path:
+            if not self.answers.is_set():
+                self.is_slow.set()
             self.answers.wait(60)
         if self.away is not None and self.only in path:
             raise OSError(self.away.errno, self.away.strerror, path)
@@ -407,6 +411,25 @@ def test_an_upload_that_is_given_up_leaves_nothing(tmp_path, local, store):
         store.away, store.only = OSError(errno.EIO, "away"), "commit_success.txt"
         with pytest.raises(SaveFailed, match="away"):
             manager.save(1, state(1)).durable(60)
+        manager._tiers.uploader.worker.settle()
+
+        assert not unfinished(run)
+
+
+def test_a_step_is_uploaded_while_the_parts_of_another_are_removed(tmp_path, local, store):
+    """By another thread, which has got as far as the file of the writer."""
+    run, tier = tmp_path / "run", LocalTier(local, durable_timeout_s=0.05)
+    with CheckpointManager(run, local=tier) as manager:
+        store.away, store.only = OSError(errno.EIO, "away"), "commit_success.txt"
+        store.slow, store.slow_at = "delete", "1.orbax-checkpoint-tmp-"
+        store.answers.clear()
+        with pytest.raises(SaveFailed, match="away"):
+            manager.save(1, state(1)).durable(60)
+        assert store.is_slow.wait(60)
+        next(run.glob(f"1.*/{names.WRITER}")).unlink()
+        store.away = None
+        manager.save(2, state(2)).durable(5)
+        store.answers.set()
         manager._tiers.uploader.worker.settle()
 
         assert not unfinished(run)
