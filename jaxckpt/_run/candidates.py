@@ -79,7 +79,6 @@ class Candidates:
     def _copies(self, step: int | str, seen: _Seen) -> list[Copy]:
         if step == "latest":
             found = seen.copies(lambda root: root.index.to_restore())
-            self._check_here(found)
             return found or _refuse_others(self.roots[-1].index)
         wanted = int(step)
         there = seen.copies(lambda root: [wanted] if root.has(wanted) else [])
@@ -103,14 +102,7 @@ class Candidates:
         """Returns the committed steps, in order."""
         apart = is_apart(self.roots[0])
         copies = self._alike("all", _committed) if apart else _committed(_Seen(self.roots))
-        self._check_here(copies)
         return sorted({copy.step for copy in copies})
-
-    def _check_here(self, found: Collection[Copy]) -> None:
-        """Raises if nothing is found and a root is not the directory that this job opened."""
-        for root in () if found else self.roots:
-            if root.group.leads:
-                root.owner.check_is_here()
 
     def _first_whole(self, what: str, copies: Callable[[_Seen], Iterable[Copy]]) -> int | None:
         """Returns the first complete step; lists them again if a job has deleted one meanwhile.
@@ -127,7 +119,6 @@ class Candidates:
                     break
             else:
                 break
-        self._check_here(())
         return None
 
     def _first_apart(self, copies: Sequence[Copy]) -> int | None:

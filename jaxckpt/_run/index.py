@@ -17,7 +17,7 @@ from jaxckpt._core.threads import Pool
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import LISTINGS, is_deleted, looks_committed, read_facts, read_found
 from jaxckpt._run.facts import check_found, is_ours, metrics_of, saved_s
-from jaxckpt._run.listing import ListedRoot, Listing, shown
+from jaxckpt._run.listing import ListedRoot, Listing, not_here, shown
 from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, is_io_failure
 from jaxckpt.format import names, run
@@ -56,7 +56,7 @@ class StepIndex(ListedRoot):
     # --- the steps of a run -----------------------------------------------------------------
 
     def listing(self, known: Mapping[str, Entry] | None = None) -> Listing:
-        """Lists the root and finds its steps by their names.
+        """Lists the root, which has to be here still, and finds its steps by their names.
 
         Args:
             known: An earlier listing. The newest step in it is listed at the same time.
@@ -68,8 +68,10 @@ class StepIndex(ListedRoot):
         entries, *_ = together(self.storage, [self.entries, *looks])
         self.is_large = self._all is None and bool(entries)
         naming = self.naming or self._guess(entries)
-        numbered = ((naming.step(name), name) for name in entries)
-        steps = sorted((number, name) for number, name in numbered if number is not None)
+        steps = sorted((n, name) for name in entries if (n := naming.step(name)) is not None)
+        self.has_lock |= names.LOCK in entries
+        if self.has_lock and names.LOCK not in entries and not steps:  # as in a mount point
+            raise not_here(self.root)
         there = {number: name for number, name in steps if number not in self.astray}
         return Listing(entries=entries, naming=naming, steps=there)
 
@@ -123,8 +125,7 @@ class StepIndex(ListedRoot):
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it, and none that is gone."""
         for _ in range(LISTINGS):
-            listing = self.listing()
-            yield listing
+            yield (listing := self.listing())
             if not listing.steps:
                 return
 

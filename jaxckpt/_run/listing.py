@@ -18,7 +18,7 @@ from typing import Final
 
 from jaxckpt._core.log import logger
 from jaxckpt._disk.find import neighbours
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StoreError
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Owner, RootFile, StepNames
 from jaxckpt.storage import Entry, Storage, is_temporary_file, listed, listing, locate
@@ -99,6 +99,7 @@ class ListedRoot:
     naming: StepNames | None = None  # of the steps; if None, like those in the root
     quiet: bool = False  # records problems without logging them
     is_large: bool = False  # whether a store needs several requests to list it
+    has_lock: bool = False  # once a process of the job has seen the lock, which stays
     problems: list[str] = field(default_factory=list)
     _views: dict[str, Storage] = field(default_factory=dict)
     _all: Storage | None = None  # a view of it, instead of views of steps
@@ -168,6 +169,15 @@ class ListedRoot:
     def emptiness(self) -> str:
         """Describes a root without steps, as the end of a sentence about it."""
         return "does not exist" if self.storage.kind(self.root) is None else "has no committed step"
+
+
+def not_here(
+    root: str, why: str = "the directory that this job opened: its steps and the lock are missing"
+) -> StoreError:
+    return StoreError(
+        f"{root} is not {why}. Its file system may be unmounted, or the directory renamed or "
+        "deleted. Bring it back, or start the job again"
+    )
 
 
 def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:

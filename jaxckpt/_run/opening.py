@@ -65,19 +65,16 @@ class Opening:
         """
         self._reach, self._take = reach, partial(self._owner.open, run, spared)
         with _open_lock:
-            earlier = _open.get(self._key)
-            _open[self._key] = self
+            earlier, _open[self._key] = _open.get(self._key), self
         if earlier is not None:
             try:
                 earlier.end("another manager of this process has opened the run. Use that one")
             except BaseException as error:
                 if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
                     raise  # else its storage only simulates a process, which is dead
-        index, root = self._index, self._index.root
-        group, where = self._group, self._group.common(root)
-        name = f"manager {where}/open"
+        index, group, where = self._index, self._group, self._group.common(self._index.root)
         try:
-            with group.leading(name, where=where) as led:
+            with group.leading(f"manager {where}/open", where=where) as led:
                 if group.leads:
                     begin = self._begin if reach is None else partial(self._begin_or_go_on, reach)
                     led.value = {"session": secrets.token_hex(8), **begin(metadata)}
@@ -85,6 +82,7 @@ class Opening:
             self.fail()
             raise
         opened, self._saves = led.value, saves
+        index.has_lock |= opened.get("has_lock", False)
         if opened["naming"] is not None:
             index.naming = StepNames(**opened["naming"])
         return opened
@@ -128,11 +126,11 @@ class Opening:
             index.report(f"{index.root} is opened, though the disk is full: {error}")
         if (newest := index.newest(listing)) is not None:
             _finish_commit(index, newest)
-        naming = None if index.naming is None else asdict(index.naming)
         return {
             "newest": -1 if newest is None else newest,
-            "naming": naming,
+            "naming": index.naming and asdict(index.naming),
             "owned": not self._owner.is_guest,
+            "has_lock": index.has_lock,
             "run": self._owner.run,
         }
 

@@ -29,8 +29,8 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.ledger import Ledger
 from jaxckpt._run.leftovers import Leftovers
-from jaxckpt._run.listing import Listing, check_root
-from jaxckpt.errors import SaveFailed, StoreError, is_full
+from jaxckpt._run.listing import Listing, check_root, not_here
+from jaxckpt.errors import SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner
 from jaxckpt.storage import Entry, Hold, Storage, together
@@ -245,6 +245,7 @@ class Ownership:
             SaveFailed: that job still runs, and has saved steps that our job does not know;
                 nothing was changed.
         """
+        self._index.listing()  # raises if it is not here, before a lock is made
         self.lock.take()
         if self.lock.hold is None:
             self._leave_alone_if_ahead(step, self._still_damaged())
@@ -286,7 +287,7 @@ class Ownership:
             self._is_sure = False
         if (owner := self.check()) is None or owner.first != self.first:
             if owner is None:
-                self.check_is_here()
+                self._index.listing()  # raises if it is not here
             self._write(owner)
             self._is_sure = False
         if self._leases.unsettled:
@@ -304,21 +305,10 @@ class Ownership:
             self._is_sure = True
 
     def check_is_here(self) -> None:
-        """Checks that a root without steps is the directory that this job opened.
-
-        Raises:
-            StoreError: it is not, since the job's lock is missing, too, or was never there.
-        """
-        root, storage = self._index.root, self._index.storage
-        has_lock = not self.lock.excludes or storage.kind(f"{root}/{names.LOCK}") is not None
-        was_away = not (self.is_known or self.token)  # when the job began, and ever since
-        if (was_away or not has_lock) and not self._index.listing().steps:
-            why = "the directory that this job opened: its steps and the lock are missing"
-            raise StoreError(
-                f"{root} is not {'here: it has no steps' if was_away else why}. Its file system "
-                "may be unmounted, or the directory renamed or deleted. Bring it back, or start "
-                "the job again"
-            )
+        """Raises StoreError if the root was away when the job began, and still has no steps."""
+        was_away = not (self.is_known or self.token)
+        if was_away and not self._index.listing().steps:
+            raise not_here(self._index.root, "here: it has no steps")
 
     def _refuse_older(self, step: int) -> None:
         index, listing = self._index, self._index.listing()

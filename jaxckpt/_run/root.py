@@ -193,11 +193,9 @@ class Root:
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the root is away or refuses."""
         try:
-            if not (steps := self.reach.ask(self.index.steps)) and self.group.leads:
-                self.owner.check_is_here()
+            return self.reach.ask(partial(_answer, self, self.index.steps))
         except OSError:
             return None
-        return steps
 
     def report_away(self, error: OSError) -> None:
         """Reports that the steps here are unknown."""
@@ -267,6 +265,13 @@ def is_apart(root: Root) -> bool:
     return root.group.part is not None or bool(root.peers)
 
 
+def _answer(root: Root, ask: Callable[[], T]) -> T:
+    """Returns what is asked; StoreError if it is nothing, and the root may not be here yet."""
+    if not (answer := ask()) and root.group.leads:
+        root.owner.check_is_here()
+    return answer
+
+
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     """Returns the answer of each root; a directory that cannot be reached is left out and reported.
 
@@ -280,7 +285,7 @@ def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     for i, root in enumerate(roots):
         may_lack_it = any(answer not in (None, []) for answer in answers.values())
         try:
-            do = partial(ask, root)
+            do = partial(_answer, root, partial(ask, root))
             answers[i] = twice(partial(root.reach.ask, do)) if may_lack_it else do()
         except OSError as error:
             if not may_lack_it:

@@ -251,9 +251,7 @@ class Uploader:
         # If a store failed, the next job tries again: it must not find the part refused.
         if not self._leads and isinstance(error, Exception) and not may_pass(error):
             self.sender.refuse(one, error)
-        left = ""
-        if may_pass(error):
-            left = self.sender.left([one.step])
+        if left := self.sender.left([one.step]) if may_pass(error) else "":
             error.add_note(left)
             self._given_up.append(one.step)
         one.error, one.has_ended = error, True

@@ -40,6 +40,7 @@ from jaxckpt.errors import (
     CorruptCheckpoint,
     ProcessesDisagree,
     SaveFailed,
+    StoreError,
 )
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, PathIn, kvstore, locate
@@ -1351,6 +1352,27 @@ def test_a_save_tried_again_while_a_disk_is_away_costs_no_local_step(tmp_path):
                 for _ in TWO:
                     with pytest.raises((SaveFailed, ProcessesDisagree), match="may be unmounted"):
                         manager.save(13, {"a": 13}).result()
+            manager.save(14, {"a": 14}).result()
+            return manager.all_steps()
+
+    assert simulate(2, run) == [[10, 11, 12, 14]] * 2
+
+
+@pytest.mark.parametrize("ask", ["restore_or", "restore", "latest_step", "delete"])
+def test_what_a_disk_that_is_away_has_is_not_taken_for_gone(tmp_path, ask):
+    """No older step is restored, after which the newer ones would go once the disk is back."""
+    arguments = {"restore_or": [lambda: {"a": 0}], "restore": [{"a": 0}], "delete": [11]}
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, LocalStorage(), every=10, **LOCAL) as manager:
+            for step in (10, 11, 12):
+                manager.save(step, {"a": step}).result()
+            manager.wait_until_finished()
+            with (
+                disk_away(processes, tmp_path / "host1"),
+                pytest.raises((StoreError, ProcessesDisagree), match="may be unmounted"),
+            ):
+                getattr(manager, ask)(*arguments.get(ask, []))
             manager.save(14, {"a": 14}).result()
             return manager.all_steps()
 

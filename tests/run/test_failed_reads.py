@@ -27,7 +27,7 @@ from jaxckpt.cli._owned import owned
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed, StoreError
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage, PathIn, locate
-from jaxckpt.testing import WatchedStorage
+from jaxckpt.testing import WatchedStorage, simulate
 from jaxckpt.types import StepInfo
 
 READS = ("read", "read_into", "entries", "kind", "size")
@@ -279,6 +279,65 @@ def test_a_run_that_is_no_more_there_does_not_look_new(tmp_path, ask, leaves):
         root.mkdir(exist_ok=True)
         mount()
         assert manager.restore_or(lambda: state(0))[1] == 1
+
+
+def test_it_does_not_look_new_to_a_job_that_waits_for_another_either(tmp_path):
+    """The lock is of the other."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1)).result()
+    lock = LocalStorage().hold(str(root / names.LOCK))
+    assert lock is not None
+    with CheckpointManager(root) as manager:
+        assert manager.latest_step() == 1
+        mount = unmount(root)
+        for ask in (
+            partial(manager.restore_or, lambda: state(0)),
+            manager.latest_step,
+            lambda: manager.save(2, state(2)).result(),
+        ):
+            with pytest.raises(StoreError, match="is not the directory that this job opened"):
+                ask()
+        assert [name for name in os.listdir(root) if name[0] not in "._"] == []
+        mount()
+    lock.release()
+
+
+def test_it_looks_new_to_no_process_of_a_job(tmp_path):
+    """The lock is of process 0; the other has not listed the run before."""
+    root = tmp_path / "run"
+
+    def run(processes):
+        with CheckpointManager(root) as manager:
+            manager.save(1, state(1)).result()
+            processes.within(30).gather("saved", None)
+            mount = unmount(root) if processes.index == 0 else None
+            processes.within(30).gather("unmounted", None)
+            for ask in manager.latest_step, manager.all_steps:
+                with pytest.raises(StoreError, match="is not the directory that this job opened"):
+                    ask()
+            processes.within(30).gather("asked", None)
+            if mount is not None:
+                mount()
+            processes.within(30).gather("mounted", None)
+            return manager.latest_step()
+
+    assert simulate(2, run) == [1, 1]
+
+
+def test_a_step_is_deleted_everywhere_or_nowhere_while_the_directory_is_unmounted(tmp_path):
+    """Otherwise it would be back with the directory, and newer than what was saved since."""
+    with CheckpointManager(tmp_path / "run", local=LocalTier(tmp_path / "local")) as manager:
+        train(manager, [1, 2])
+        manager.wait_until_finished()
+        mount = unmount(tmp_path / "run")
+        with pytest.raises(StoreError, match="run is not the directory that this job opened"):
+            manager.delete(2)
+        assert manager.tiers == {"local": [1, 2], "durable": None, "waiting": []}
+        mount()
+        manager.delete(2)
+
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
 
 
 def test_a_directory_that_was_away_at_the_start_does_not_look_new_either(tmp_path):
