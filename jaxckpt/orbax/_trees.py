@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxckpt import Checkpoint, TreeMismatch, restore
 from jaxckpt import open as open_checkpoint
-from jaxckpt._core.plan import partitions
 from jaxckpt.format.tree import parse_path, path_text
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
@@ -389,7 +388,8 @@ def _cut(sharding: Any, rank: int) -> Any:
     """Returns a sharding of a key's data as one of the key, which lacks the last dimensions."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    return NamedSharding(sharding.mesh, type(sharding.spec)(*partitions(sharding)[:rank]))
+    axes = getattr(sharding.spec, "partitions", sharding.spec)  # without `reduced`
+    return NamedSharding(sharding.mesh, type(sharding.spec)(*axes[:rank]))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
