@@ -313,7 +313,7 @@ def _remove_files(index: StepIndex, owns: Callable[[], bool]) -> None:
         try:
             if owns():  # no other job has taken the run meanwhile
                 # The records of the steps have the id of the run too.
-                files = (names.RUN, names.OWNER, names.LEDGER)
+                files, index.has_lock = (names.RUN, names.OWNER, names.LEDGER), False
                 index.storage.delete_files([f"{index.root}/{name}" for name in files] + [lock])
         finally:
             hold.release()
