@@ -94,13 +94,13 @@ class Leases:
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8), changes=changes)}"
         lease, ended = Lease(step=step, expires_ns=0, owner=owner), threading.Event()
         about = file, lease, CHANGE_S if changes else LEASE_S
-        written = self._has_written(*about) or self._has_written(*about, needed=changes)
         renewal = threading.Thread(target=self._renew, args=(ended, *about), daemon=True)
+        files, written, there = [file], False, False
         # Called here, or at the end of a program that keeps this generator.
-        mine = file if written else ""
-        end = weakref.finalize(ended, self._end, mine, os.getpid(), renewal, ended.set)
-        there = False
+        end = weakref.finalize(ended, self._end, files, os.getpid(), renewal, ended.set)
         try:
+            written = self._has_written(*about) or self._has_written(*about, needed=changes)
+            files[:] = [file] if written else []
             if written:
                 with contextlib.suppress(RuntimeError):  # a program that ends starts no threads
                     renewal.start()
@@ -115,16 +115,17 @@ class Leases:
                 self._leased.remove(step)
             end()
 
-    def _end(self, file: str, pid: int, renewal: threading.Thread, stop: Callable[[], Any]) -> None:
+    def _end(
+        self, files: list[str], pid: int, renewal: threading.Thread, stop: Callable[[], Any]
+    ) -> None:
         try:
             stop()
             if renewal.is_alive() and renewal is not threading.current_thread():
                 renewal.join()
         finally:
             stop()  # perhaps interrupted before
-            files = [file] if file and os.getpid() == pid else []  # else it is the parent's
-            with contextlib.suppress(OSError):  # the lease will expire
-                self.index.storage.delete_files(files)
+            with contextlib.suppress(OSError):  # the lease will expire, or it is the parent's
+                self.index.storage.delete_files(files if os.getpid() == pid else [])
 
     def _renew(self, ended: threading.Event, file: str, lease: Lease, length_s: float) -> None:
         while not ended.wait(length_s / 4):

@@ -1738,6 +1738,24 @@ def test_an_interrupt_at_the_end_of_a_lease_leaves_none(disk, limits):
     assert not any(map(names.is_lease, found.index.entries()))
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_interrupt_as_a_lease_is_written_leaves_none(disk, changes):
+    """Ctrl-C comes when the file is there, which the deletion of an item would wait for."""
+    disk.add("1")
+
+    def before(verb, path):
+        if verb == "write":
+            disk.storage.write(path, b"a lease")
+            raise KeyboardInterrupt
+
+    found = disk.run(WatchedStorage(disk.storage, before))
+    before_it = {*found.index.entries()}
+    with pytest.raises(KeyboardInterrupt), found.leases.protect(1, changes=changes):
+        pass
+
+    assert {*found.index.entries()} == before_it
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
 def test_the_end_of_a_forked_child_leaves_the_lease_of_its_parent(disk):
     """As by sys.exit, or by an error, within a loop of `watch`."""
