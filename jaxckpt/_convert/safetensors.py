@@ -287,7 +287,7 @@ def import_safetensors(
     Raises:
         CheckpointNotFound: the file does not exist.
         CorruptCheckpoint: a file is malformed or truncated.
-        UnsupportedFormat: a tensor has a dtype that jax lacks.
+        UnsupportedFormat: a tensor has a dtype that `export_safetensors` does not write.
         UnsupportedLeaf: a name is nested deeper than a checkpoint can be, or contains NUL.
         StepExists, SaveFailed: as for `convert`.
 

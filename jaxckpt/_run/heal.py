@@ -207,7 +207,7 @@ def _replace(ours: Found, name: str, data: Iterator[bytes]) -> None:
     path = f"{ours.path}/{name}"
     kind = ours.storage.kind(path)
     if kind not in (None, "file"):
-        raise SaveFailed(f"{path} is a {kind}, and is not replaced")
+        raise SaveFailed(f"{path} is not a file ({kind}), and is not replaced")
     ours.storage.make_dir(posixpath.dirname(path))
     ours.storage.write(path, data)
 
