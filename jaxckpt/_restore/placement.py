@@ -80,7 +80,7 @@ def plan_leaves(
             if isinstance(how, Difference):
                 differences.append(how)
                 continue
-            if key is not None and not chooser.replicated:  # each of those is counted
+            if key is not None and not chooser.replicated:  # they are counted
                 known[key] = how
         plans.append(LeafPlan(leaf.path, leaf.saved, how))
     if differences:
@@ -174,9 +174,7 @@ def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
         axes = [*partitions(sharding)[:rank]]
         while axes and axes[-1] is None:  # which jax shows of a key, but does not have
             axes.pop()
-        spec = PartitionSpec(
-            *axes, None
-        )  # as jax has it: else jit compiles anew for a restored key
+        spec = PartitionSpec(*axes, None)  # as jax has it: else jit compiles anew
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     devices: set[Any] = sharding.device_set
     if len(devices) == 1:

@@ -102,7 +102,7 @@ def _find(storage: Storage, source: str) -> Found:
 
 
 def _fork(storage: Storage, found: Found, root: str, path: str) -> str:
-    if found.record is None:  # with one, it would be another checkpoint
+    if found.record is None:  # a record would change what it is
         for name in lost_trees(found):
             what = f"is missing, but {names.CHECKPOINT_METADATA} lists it"
             raise corrupt(f"{found.path}/{name}", what)

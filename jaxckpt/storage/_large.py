@@ -57,27 +57,28 @@ class UploadedFiles:
 
     def publish(self, old: Sequence[str]) -> None:
         """Uploads the files in place of old ones; see `LargeFiles.publish`."""
-        self._take_names(old)
-        sent: list[str] = []
+        sent = {*self._take_names(old)}
         try:
             for path, file in self._files.items():
                 file.finish()
                 size = os.path.getsize(file.temporary)
-                sent.append(path)
+                sent.add(path)
                 self._storage.write(path, pieces(LocalStorage(), file.temporary, size))
         except BaseException:
             if len(sent) < len(self._files):  # else the last one may have arrived all the same
                 with contextlib.suppress(OSError):
-                    self._storage.delete_files(sent)
+                    self._storage.delete_files([*sent])
             raise
         _remove_old(self._storage, old, self._files)
 
-    def _take_names(self, old: Sequence[str]) -> None:
+    def _take_names(self, old: Sequence[str]) -> list[str]:
+        """Returns the file that was made to keep other exports out, if there are several files."""
         first, *others = self._files
         taken = [p for p in self._files if p not in old and self._storage.kind(p) is not None]
-        # Of two exports at once to one name, all shards are of the one that made the first.
+        # If two exports write to a name at once, the first to make this file has all shards.
         if taken or (others and not self._storage.create(first, b"")):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), (*taken, first)[0])
+        return [first] if others else []
 
     def __enter__(self) -> Self:
         return self
