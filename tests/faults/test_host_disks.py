@@ -102,6 +102,11 @@ def test_each_host_keeps_what_it_held(train, tmp_path):
         assert reader.metrics(4) == {"n": 4}
 
 
+def test_a_run_does_not_begin_anew_beside_its_first_save(run_processes, tmp_path):
+    """The step that one host has committed and the other is about to is waited for."""
+    assert [one.result for one in run_processes("tiers:begin_apart", args=[tmp_path])] == [1, 1]
+
+
 def test_the_same_hosts_restore_the_newest_step(train, tmp_path):
     train(5)
 

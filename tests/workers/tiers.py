@@ -110,6 +110,29 @@ def train_apart(
         }
 
 
+def begin_apart(me, root):
+    """Calls restore_or while the first save is committed on the disk of process 0 alone."""
+    real, here, listed = LocalStorage.rename, threading.Event(), threading.Event()
+
+    def rename(self, src, dst, *args, **options):
+        is_share = dst.endswith("/share_0/1")
+        if is_share and me.index == 1:
+            listed.wait(2)  # until restore_or has returned, unless it waits for this save
+        found = real(self, src, dst, *args, **options)
+        if is_share:
+            here.set()
+        return found
+
+    LocalStorage.rename = rename
+    with _open(root, host=me.index) as manager:
+        handle = manager.save(1, _state(1, ("split",)))
+        assert me.index == 1 or here.wait(10)
+        _, start = manager.restore_or(_init(("split",)))
+        listed.set()
+        handle.result()
+        return start
+
+
 def time_training(me, place, locals_, steps, save_every, leaf_bytes, leaves, env):
     """Trains on a mesh of all processes; returns seconds of the loop, and of a call of `save`.
 
