@@ -67,8 +67,10 @@ class SharedDirectory(Attempts):
         files = self.storage.files(self.path)
         # Before process 0 begins, others may have written; and a writer that dies while it tries
         # out the store leaves no more than a temporary file, which is not in `files`.
-        # A record without a writer is of a copy that somebody makes, or that lost its marker.
-        is_ours = names.WRITER in files or all(map(names.is_of_attempt, files))
+        # A record alone is of a writer that stood still until the next had removed the rest. With
+        # other files, but no writer, it is of a copy that somebody makes, or that lost its marker.
+        is_alone = {*files} == {names.RECORD}
+        is_ours = names.WRITER in files or is_alone or all(map(names.is_of_attempt, files))
         is_left = names.COMMIT_MARKER not in files and is_ours
         return [*files] if is_left or _is_lone(files) else None
 

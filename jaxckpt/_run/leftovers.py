@@ -40,7 +40,7 @@ class Leftovers:
         self.files = {
             name: files
             for name, files in found.items()
-            if files or name in deleting or self._was_begun(f"{root}/{name}")
+            if name in deleting or self._was_saving(f"{root}/{name}", files)
         }
         return [entry for entry in listing.entries if self._is_left(entry)]
 
@@ -97,11 +97,16 @@ class Leftovers:
     def _is_spared(self, name: str) -> bool:
         return (self._index.naming or StepNames()).step(name) == self.spared
 
-    def _was_begun(self, path: str) -> bool:
-        """Returns whether a save that left no other file was trying out the store."""
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
-            return any(map(is_temporary_file, self._index.storage.entries(path)))
-        return False
+    def _was_saving(self, path: str, files: list[str]) -> bool:
+        """Returns whether a save left these files.
+
+        A record without a writer may also be of a copy that somebody is making.
+        """
+        if not files:  # the save was trying out the store
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                return any(map(is_temporary_file, self._index.storage.entries(path)))
+            return False
+        return names.WRITER in files or names.RECORD not in files
 
     def _is_done(self, name: str, files: list[str]) -> bool:
         # Or this job is saving that step.
@@ -138,7 +143,13 @@ def unfinished(leases: Leases, among: Collection[int]) -> dict[int, list[str]]:
     numbers = {name: n for name, n in listing.directories().items() if n in among}
     begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
     found = commit_of(index.storage, index.root).left_below(begun)
-    return {numbers[name]: files for name, files in found.items() if files}
+    doomed = {*leases.doomed().steps} if found else set[str]()
+    # The writer's file outlives a commit: what has a record without it has lost its marker.
+    return {
+        numbers[name]: files
+        for name, files in found.items()
+        if files and (name in doomed or names.RECORD not in files or names.WRITER in files)
+    }
 
 
 def remove_unfinished(
