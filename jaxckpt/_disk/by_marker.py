@@ -67,8 +67,8 @@ class SharedDirectory(Attempts):
         files = self.storage.files(self.path)
         # Before process 0 begins, others may have written; and a writer that dies while it tries
         # out the store leaves no more than a temporary file, which is not in `files`.
-        # A record alone is of a writer that stood still until the next had removed the rest. With
-        # other files, but no writer, it is of a copy that somebody makes, or that lost its marker.
+        # A record alone: its writer stood still until the next one had removed the rest. With other
+        # files, but no writer, somebody is making a copy, or the marker was lost.
         is_alone = {*files} == {names.RECORD}
         is_ours = names.WRITER in files or is_alone or all(map(names.is_of_attempt, files))
         is_left = names.COMMIT_MARKER not in files and is_ours

@@ -172,7 +172,7 @@ def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
     """Returns the sharding of a key array's data, whose additional dimension is never split."""
     if isinstance(sharding, NamedSharding):
         axes = [*partitions(sharding)[:rank]]
-        while axes and axes[-1] is None:  # which jax shows of a key, but does not have
+        while axes and axes[-1] is None:  # jax shows them, but its data lacks them
             axes.pop()
         spec = PartitionSpec(*axes, None)  # as jax has it: else jit compiles anew
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

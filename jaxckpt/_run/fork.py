@@ -16,12 +16,7 @@ from jaxckpt._disk.native import Item, special_file
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
-from jaxckpt.errors import (
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    StepExists,
-    UnsupportedFormat,
-)
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists, UnsupportedFormat
 from jaxckpt.format import names, run
 from jaxckpt.format.step import Life, Record, digest
 from jaxckpt.storage import Storage, corrupt, files_in, locate, store_of
