@@ -144,7 +144,7 @@ def unfinished(leases: Leases, among: Collection[int]) -> dict[int, list[str]]:
     begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
     found = commit_of(index.storage, index.root).left_below(begun)
     doomed = {*leases.doomed().steps} if found else set[str]()
-    # The writer's file outlives a commit: what has a record without it has lost its marker.
+    # The writer's file outlives a commit: a record without it means that the marker was lost.
     return {
         numbers[name]: files
         for name, files in found.items()

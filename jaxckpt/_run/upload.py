@@ -303,7 +303,7 @@ class Sending:
     def clear(self, keep: Iterable[str]) -> None:
         """Deletes files of an upload that died, but not those to keep."""
         storage = self.target
-        if storage.atomic_rename:  # in a store, what was not written whole is not there
+        if storage.atomic_rename:  # a store has no half-written files
             self._there |= files_in(storage.entries, self.folder, temporary=True).keys()
         if stray := sorted(self._there.difference(keep)):
             storage.delete_files([f"{self.folder}/{name}" for name in stray], check=self.check)
